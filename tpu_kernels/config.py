@@ -1,0 +1,117 @@
+"""Settings of the package, read from the environment once and kept.
+
+Every setting has one environment variable with the prefix ``TPU_KERNELS_``, one field of `Settings` and one
+default; a value that cannot be read raises at once instead of being ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from tpu_kernels.errors import ConfigError
+
+CACHE_DIR = "TPU_KERNELS_CACHE_DIR"
+SIM_CHIP = "TPU_KERNELS_SIM_CHIP"
+SIM_DEVICE = "TPU_KERNELS_SIM_DEVICE"
+
+# The generations that the installed TPU compiler can target; `tpu_kernels.compiler.chips` knows their details.
+CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user can set from outside the program.
+
+    Attributes:
+        cache_dir: Folder of compiled programs and tuning results (``TPU_KERNELS_CACHE_DIR``).
+        sim_chip: TPU generation that the simulated device stands for (``TPU_KERNELS_SIM_CHIP``).
+        sim_device: Whether the simulated ``"tpu"`` device may be installed (``TPU_KERNELS_SIM_DEVICE``).
+    """
+
+    cache_dir: Path
+    sim_chip: str = "v6e"
+    sim_device: bool = True
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+        """Read the settings from a mapping of environment variables.
+
+        Args:
+            environment: Variables by name, such as ``os.environ``. An empty value counts as unset.
+
+        Returns:
+            The settings, with defaults where a variable is unset.
+
+        Raises:
+            ConfigError: If a variable holds a value that the setting does not take.
+
+        Example:
+            >>> Settings.from_environment({"TPU_KERNELS_SIM_CHIP": "v5e"}).sim_chip
+            'v5e'
+        """
+        cache_dir = environment.get(CACHE_DIR) or platformdirs.user_cache_dir("tpu_kernels")
+        return cls(
+            cache_dir=_folder(CACHE_DIR, cache_dir),
+            sim_chip=_choice(SIM_CHIP, environment.get(SIM_CHIP) or "v6e", CHIPS),
+            sim_device=_boolean(SIM_DEVICE, environment.get(SIM_DEVICE) or "1"),
+        )
+
+
+@functools.cache
+def settings() -> Settings:
+    """Return the settings of this process, read from the environment at the first call.
+
+    After changing a variable inside a running process, call ``settings.cache_clear()``.
+
+    Returns:
+        The settings in force.
+
+    Raises:
+        ConfigError: If a ``TPU_KERNELS_*`` variable holds a value that the setting does not take.
+
+    Example:
+        >>> settings().sim_chip in CHIPS
+        True
+    """
+    return Settings.from_environment(os.environ)
+
+
+def _folder(variable: str, value: str) -> Path:
+    path = Path(value).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"{variable}={value!r} is not a folder",
+            hint=f"set {variable} to a folder, which is created when needed, or unset it",
+        )
+    return path
+
+
+def _choice(variable: str, value: str, choices: tuple[str, ...]) -> str:
+    lowered = value.strip().lower()
+    if lowered not in choices:
+        raise ConfigError(
+            f"{variable}={value!r} is not a known TPU generation",
+            hint=f"set {variable} to one of {', '.join(choices)}, or unset it",
+        )
+    return lowered
+
+
+def _boolean(variable: str, value: str) -> bool:
+    lowered = value.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ConfigError(
+        f"{variable}={value!r} is neither true nor false",
+        hint=f"set {variable} to 1 or 0 (also true/false, yes/no, on/off), or unset it",
+    )
