@@ -5,7 +5,8 @@ from __future__ import annotations
 from setuptools import find_packages, setup
 
 PACKAGE = "tpu_kernels"
-# Folders at the top of the repository that are subpackages; the same mapping as `package-dir` in pyproject.toml.
+# Folders at the top of the repository that are subpackages; `package-dir` in pyproject.toml says
+# the same.
 MAPPED = ("dsl", "registry")
 
 

@@ -1,7 +1,7 @@
 """Settings of the package, read from the environment once and kept.
 
-Every setting has one environment variable with the prefix ``TPU_KERNELS_``, one field of `Settings` and one
-default; a value that cannot be read raises at once instead of being ignored.
+Every setting has one environment variable with the prefix ``TPU_KERNELS_``, one field of `Settings`
+and one default; a value that cannot be read raises at once instead of being ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CACHE_DIR = "TPU_KERNELS_CACHE_DIR"
 SIM_CHIP = "TPU_KERNELS_SIM_CHIP"
 SIM_DEVICE = "TPU_KERNELS_SIM_DEVICE"
 
-# The generations that the installed TPU compiler can target; `tpu_kernels.compiler.chips` knows their details.
+# The generations that the TPU compiler can target; `tpu_kernels.compiler.chips` has their details.
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -34,7 +34,8 @@ class Settings:
     Attributes:
         cache_dir: Folder of compiled programs and tuning results (``TPU_KERNELS_CACHE_DIR``).
         sim_chip: TPU generation that the simulated device stands for (``TPU_KERNELS_SIM_CHIP``).
-        sim_device: Whether the simulated ``"tpu"`` device may be installed (``TPU_KERNELS_SIM_DEVICE``).
+        sim_device: Whether the simulated ``"tpu"`` device may be installed
+            (``TPU_KERNELS_SIM_DEVICE``).
     """
 
     cache_dir: Path

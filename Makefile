@@ -1,0 +1,82 @@
+# What newcomers and contributors run. Needs Python 3.11 or newer, git and make; each target makes
+# the virtual environment it needs.
+#
+#   make demo        install, then run the main job (examples/quickstart.py)
+#   make test        install, then run the tests (ARGS="-k matmul" passes options to pytest)
+#   make lint        ruff (rules and format) and mypy
+#   make docs-test   run every Python block of README.md and docs/
+#   make bench       run the benchmarks
+#   make clean       remove what was built; make distclean removes the environment too
+#
+# pip's own settings apply (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...), for example to take a
+# CPU-only build of PyTorch, which is much smaller.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+SHELL := /bin/sh
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD_FILES := pyproject.toml setup.py
+# mypy knows no package-dir mapping: it checks a tree of links that looks like the installed package.
+TYPECHECK := build/typecheck/tpu_kernels
+
+.PHONY: help demo test lint format docs-test bench clean distclean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { \
+		echo "'$(PYTHON)' was not found. Install Python 3.11 or newer, or name it:" \
+			"make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "tpu_kernels needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+			"Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu, first: apt-get install python3-venv" >&2; \
+		exit 1; }
+
+# The extra 'aot' (the TPU compiler) installs nothing where no wheel of it exists: see pyproject.toml.
+$(VENV)/.installed: $(BIN)/python $(BUILD_FILES)
+	@echo "Installing tpu_kernels with PyTorch, JAX and the TPU compiler into $(VENV): some minutes."
+	$(PIP) install --editable '.[aot]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(BIN)/python $(BUILD_FILES)
+	@echo "Installing tpu_kernels with everything for its tests into $(VENV): some minutes."
+	$(PIP) install --editable '.[aot,dev]'
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)
+	@ln -s $(CURDIR)/tpu_kernels/* $(CURDIR)/dsl $(CURDIR)/registry $(TYPECHECK)
+	$(BIN)/mypy $(TYPECHECK)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs-test: $(VENV)/.installed-dev
+	$(BIN)/pytest tests/packaging/test_docs.py $(ARGS)
+
+bench: $(VENV)/.installed
+	@set -e; for script in benchmarks/*.py; do \
+		echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
