@@ -1,0 +1,1 @@
+"""The command line ``tpu-kernels``: one module per subcommand, argparse, tables or JSON."""
