@@ -98,3 +98,7 @@ class CacheCorruption(UserWarning):
 
 class MissingDependency(KernelError, ImportError):
     """An optional package is needed and absent; the message says how to install it."""
+
+
+class CacheUnwritable(UserWarning):
+    """A cache folder cannot be written: results are kept in memory only."""
