@@ -1,0 +1,1 @@
+"""Where operators run: CPU, the simulated ``"tpu"`` device, the real one."""

@@ -1,0 +1,142 @@
+"""Installing the simulated device into torch: once per process, or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import warnings
+from collections.abc import Callable
+
+from tpu_kernels._compat_torch import claim_privateuse1, privateuse1_name
+from tpu_kernels.backends.device import selftest
+from tpu_kernels.config import SIM_DEVICE, settings
+from tpu_kernels.errors import DeviceError, KernelError
+
+NAME = "tpu"
+UNCLAIMED = "privateuseone"
+
+# Called with no arguments at the end of a successful installation, in order. Use `when_installed` to
+# add one that may come after it.
+on_install: list[Callable[[], None]] = []
+
+_lock = threading.RLock()
+_installed = False
+_failure: str | None = None
+_keep_alive: list[object] = []  # registrations and callbacks that must live as long as the process
+
+
+def is_installed() -> bool:
+    """Return whether this process has the simulated device.
+
+    Example:
+        >>> import tpu_kernels.device
+        >>> is_installed()
+        True
+    """
+    return _installed
+
+
+def why_not() -> str | None:
+    """Return why the simulated device is not installed and cannot be, or None.
+
+    Returns:
+        None if the device is installed or `install` can be tried; else the reason.
+    """
+    if _installed:
+        return None
+    return _failure or _obstacle()
+
+
+def install() -> None:
+    """Install the simulated ``"tpu"`` device into torch; later calls do nothing.
+
+    Raises:
+        DeviceError: If the real TorchTPU or another backend owns torch's PrivateUse1 device, or if
+            this platform or this torch is laid out in a way that the simulation does not know.
+
+    Example:
+        >>> import torch
+        >>> install()
+        >>> torch.ones(2, device="tpu").sum().item()
+        2.0
+    """
+    global _installed, _failure
+    with _lock:
+        if _installed:
+            return
+        obstacle = _failure or _obstacle()
+        if obstacle:
+            raise DeviceError(f"the simulated tpu device cannot be installed: {obstacle}")
+        try:
+            selftest.check_platform()
+            selftest.check_capsule()
+        except DeviceError as error:
+            _failure = error.problem
+            raise
+        try:
+            with warnings.catch_warnings():
+                _ignore_known_warnings()
+                _set_up()
+        except Exception as error:
+            # torch can be told of a device only once, so a second attempt could not do better.
+            _failure = f"an earlier attempt failed: {error}"
+            raise
+        _installed = True
+        for hook in list(on_install):
+            hook()
+
+
+def when_installed(hook: Callable[[], None]) -> None:
+    """Call a function once the device is installed: now, if it already is.
+
+    Args:
+        hook: Called without arguments, in the thread that installs.
+    """
+    with _lock:
+        if not _installed:
+            on_install.append(hook)
+            return
+    hook()
+
+
+def auto_install() -> bool:
+    """Install the device if that is allowed and possible; never raise.
+
+    Returns:
+        Whether the device is installed. If not, `why_not` has the reason.
+    """
+    if _installed:
+        return True
+    global _failure
+    try:
+        if not settings().sim_device:
+            return False
+        install()
+    except KernelError as error:
+        _failure = _failure or error.problem  # for `why_not`
+        return False
+    return True
+
+
+def _obstacle() -> str | None:
+    if importlib.util.find_spec("torch_tpu") is not None:
+        return "the real TorchTPU (package torch_tpu) is installed here and owns the device 'tpu'"
+    owner = privateuse1_name()
+    if owner != UNCLAIMED:
+        return f"another backend owns torch's PrivateUse1 device, under the name {owner!r}"
+    if not settings().sim_device:
+        return f"it is switched off by {SIM_DEVICE}"
+    return None
+
+
+def _ignore_known_warnings() -> None:
+    # Replacing one of torch's own kernels is intended; everything else is news and stays.
+    warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+
+
+def _set_up() -> None:
+    from tpu_kernels.backends.device import kernels, module
+
+    claim_privateuse1(NAME, module)
+    selftest.check_round_trip()
+    _keep_alive.extend(kernels.register_kernels())

@@ -1,0 +1,9 @@
+"""``import tpu_kernels.device`` makes the device ``"tpu"`` usable in torch, by simulating it."""
+
+from __future__ import annotations
+
+from tpu_kernels.backends.device import install, is_installed, why_not
+
+__all__ = ["install", "is_installed", "why_not"]
+
+install()
