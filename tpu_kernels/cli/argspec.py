@@ -23,7 +23,7 @@ from tpu_kernels.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-# Short names are those of XLA, so that a shape can be pasted from a compiler dump; torch's own work too.
+# Short names are XLA's, so that a shape can be pasted from a compiler dump; torch's own work too.
 DTYPES = {
     "f64": "float64",
     "f32": "float32",

@@ -28,7 +28,7 @@ Nothing is initialised. Exit code 1 if a required package is missing or outside 
 REQUIRED = ("torch", "jax", "jaxlib", "numpy", "helion")
 OPTIONAL = {"libtpu": "aot", "torch_tpu": "tpu", "triton": "gpu"}  # package -> extra
 
-# Device files that the TPU and GPU drivers create. VFIO numbers its groups; other devices use it too.
+# Device files that the TPU and GPU drivers create; other devices use VFIO too, under numbers.
 _TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 _GPU_FILES = ("nvidia[0-9]*",)
 

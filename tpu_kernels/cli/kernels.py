@@ -90,7 +90,7 @@ def _import(name: str) -> None:
         if is_file:
             _import_file(path)
         else:
-            # The console script, unlike `python -m`, does not look for modules in the working directory.
+            # A console script, unlike `python -m`, does not look for modules in the working folder.
             if "" not in sys.path:
                 sys.path.insert(0, "")
             importlib.import_module(name)

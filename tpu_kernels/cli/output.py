@@ -18,8 +18,8 @@ class Output:
     """Where a command's results go.
 
     Args:
-        json_wanted: Whether the user asked for ``--json``; then only `document` prints, and tables and
-            lines are dropped, so that stdout holds exactly one JSON document.
+        json_wanted: Whether the user asked for ``--json``; then only `document` prints, and tables
+            and lines are dropped, so that stdout holds exactly one JSON document.
     """
 
     def __init__(self, *, json_wanted: bool) -> None:
