@@ -1,0 +1,48 @@
+"""``tpu-kernels list``: every kernel, with its operator schema and where it is defined."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tpu_kernels.cli.kernels import add_import_option, load_kernels
+from tpu_kernels.cli.output import Output
+
+if TYPE_CHECKING:
+    from tpu_kernels.registry.kernel import Kernel
+
+NAME = "list"
+SUMMARY = "the kernels: shipped ones and, with --import, yours"
+DESCRIPTION = "List the kernels with their operator schemas. Importing them runs no kernel."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the subcommand."""
+    add_import_option(parser)
+
+
+def run(options: argparse.Namespace, output: Output) -> bool:
+    """Print the kernels; True also if there are none."""
+    rows = [describe(kernel) for kernel in load_kernels(options.imports).values()]
+    output.document({"kernels": rows})
+    output.table(
+        "",
+        ("kernel", "schema", "language", "tunable", "defined at"),
+        [
+            (r["name"], r["schema"], r["language"], ", ".join(r["tunables"]) or None, r["source"])
+            for r in rows
+        ],
+    )
+    return True
+
+
+def describe(kernel: Kernel) -> dict[str, Any]:
+    """The facts that a list shows of one kernel, ready for JSON."""
+    spec = kernel.spec
+    return {
+        "name": spec.name,
+        "schema": spec.schema,
+        "language": spec.language,
+        "tunables": list(spec.tunables),
+        "source": str(spec.source),
+    }

@@ -1,0 +1,101 @@
+"""``tpu-kernels show``: everything known of one kernel and, for given arguments, its config."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from tpu_kernels.cli.arguments import add_call_arguments, call_arguments
+from tpu_kernels.cli.argspec import empty_tensor
+from tpu_kernels.cli.kernels import add_import_option, find_kernel
+from tpu_kernels.cli.list import describe
+from tpu_kernels.cli.output import Output
+
+if TYPE_CHECKING:
+    from tpu_kernels.dsl.spec import Parameter
+    from tpu_kernels.registry.kernel import Kernel
+
+NAME = "show"
+SUMMARY = "one kernel: parameters, gradients, source; with arguments, the config it would use"
+DESCRIPTION = """\
+Show what is known of a kernel. With the arguments of a call, show which configuration that call
+would use, and why.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments and options of the subcommand."""
+    add_call_arguments(parser)
+    add_import_option(parser)
+
+
+def run(options: argparse.Namespace, output: Output) -> bool:
+    """Print the kernel; an unknown one is an error."""
+    kernel = find_kernel(options.kernel, options.imports)
+    facts = describe_fully(kernel)
+    if options.arguments:
+        args, kwargs = call_arguments(options.arguments, empty_tensor)
+        choice = kernel.config_for(*args, **kwargs)
+        facts["choice"] = {
+            "config": dict(choice.config),
+            "provenance": choice.provenance,
+            "reason": choice.reason,
+        }
+    output.document(facts)
+    _print(facts, output)
+    return True
+
+
+def describe_fully(kernel: Kernel) -> dict[str, Any]:
+    """All facts of a kernel that do not depend on a call, ready for JSON."""
+    spec = kernel.spec
+    return describe(kernel) | {
+        "parameters": [_describe_parameter(p) for p in spec.op_parameters],
+        "mutates": list(spec.mutates_args),
+        "donates": list(spec.donate_args),
+        "backward": spec.backward or "none",
+        "vmap": spec.vmap or "none",
+        "reference": getattr(spec.reference, "__qualname__", None),
+        "declared_configs": _printable(spec.configs),
+        "digest": spec.source.digest,
+        "doc": inspect.cleandoc(spec.doc).partition("\n")[0] if spec.doc else None,
+    }
+
+
+def _describe_parameter(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "type": parameter.schema_type,
+        "kind": "tunable" if parameter.tunable else parameter.kind.name.lower().replace("_", " "),
+        "default": None if parameter.required else str(parameter.default),
+    }
+
+
+def _printable(configs: Any) -> Any:
+    """Configs are a mapping, a list, or a function that makes one of them for given arguments."""
+    return getattr(configs, "__qualname__", configs)
+
+
+def _print(facts: dict[str, Any], output: Output) -> None:
+    output.line(f"{facts['name']}{facts['schema'].removeprefix(facts['name'].split('::')[1])}")
+    if facts["doc"]:
+        output.line(facts["doc"])
+    rows = [(p["name"], p["type"], p["kind"], p["default"]) for p in facts["parameters"]]
+    output.table("Parameters", ("name", "type", "kind", "default"), rows)
+    shown = (
+        ("language", facts["language"]),
+        ("defined at", facts["source"]),
+        ("digest", facts["digest"][:16]),
+        ("mutates", ", ".join(facts["mutates"]) or None),
+        ("donates", ", ".join(facts["donates"]) or None),
+        ("backward", facts["backward"]),
+        ("vmap", facts["vmap"]),
+        ("reference", facts["reference"]),
+        ("configs", facts["declared_configs"]),
+    )
+    output.table("Facts", ("", ""), shown)
+    if choice := facts.get("choice"):
+        config = ", ".join(f"{k}={v}" for k, v in choice["config"].items()) or "nothing to choose"
+        rows = [(config, choice["provenance"], choice["reason"])]
+        output.table("Config of this call", ("config", "from", "why"), rows)
