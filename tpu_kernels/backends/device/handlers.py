@@ -175,8 +175,10 @@ class _Source:
     def __init__(self, operator: OpOverload) -> None:
         self.operator = operator
         self.schema = operator._schema
-        lazy = self.schema.name + ("." if self.schema.overload_name else "") + (
-            self.schema.overload_name
+        lazy = (
+            self.schema.name
+            + ("." if self.schema.overload_name else "")
+            + (self.schema.overload_name)
         )
         lenient = operator._opname in TAKES_CPU_TENSORS
         keeps_bits = lazy in _keeps_lazy_bits()
@@ -281,9 +283,7 @@ class _Source:
 
     def _results(self, call: str) -> list[str]:
         returns = self.schema.returns
-        adoptions = [
-            f"if cpu_{n}.shape != {n}.shape: adopt_({n}, cpu_{n})" for n in self.resizable
-        ]
+        adoptions = [f"if cpu_{n}.shape != {n}.shape: adopt_({n}, cpu_{n})" for n in self.resizable]
         if not returns:
             return [call, *adoptions, "return None"]
         if len(returns) == 1:

@@ -22,6 +22,7 @@ on_install: list[Callable[[], None]] = []
 _lock = threading.RLock()
 _installed = False
 _failure: str | None = None
+_limits: dict[str, str] = {}
 _keep_alive: list[object] = []  # registrations and callbacks that must live as long as the process
 
 
@@ -45,6 +46,15 @@ def why_not() -> str | None:
     if _installed:
         return None
     return _failure or _obstacle()
+
+
+def limits() -> dict[str, str]:
+    """Return the optional features that failed their self-test at install, with the reasons.
+
+    Returns:
+        Reason by feature; empty where everything works.
+    """
+    return dict(_limits)
 
 
 def install() -> None:
@@ -135,8 +145,18 @@ def _ignore_known_warnings() -> None:
 
 
 def _set_up() -> None:
-    from tpu_kernels.backends.device import kernels, module
+    from tpu_kernels.backends.device import accelerator, allocator, autocast, hooks, kernels, module
 
     claim_privateuse1(NAME, module)
     selftest.check_round_trip()
     _keep_alive.extend(kernels.register_kernels())
+    _keep_alive.extend(autocast.register())
+    accelerator.register()
+    for feature, register in (
+        ("storages made on the device (deepcopy, torch.load, pickle)", allocator.register),
+        ("torch.Generator(device='tpu') and pinned memory", hooks.register),
+    ):
+        try:
+            register()
+        except DeviceError as error:  # optional: the feature is off, and using it says why
+            _limits[feature] = error.problem

@@ -15,6 +15,8 @@ import torch
 from tpu_kernels._compat_torch import redispatcher
 from tpu_kernels.backends.device.capsule import to_cpu, unwrap, wrap
 from tpu_kernels.backends.device.handlers import CPU_KEYS, adopt, mixed_devices
+from tpu_kernels.backends.device.install import limits
+from tpu_kernels.errors import DeviceError
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -77,9 +79,7 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
 
 
 @_implements("aten::_copy_from")
-def _copy_from(
-    self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
+def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     to_cpu(dst).copy_(to_cpu(self))
     return dst
 
@@ -144,10 +144,19 @@ def _set_from_storage(
     stride: Sequence[int] = (),
 ) -> torch.Tensor:
     if source.device.type != "tpu":
-        raise mixed_devices()
+        raise _wrong_storage(source)
     if size is None:
         return _set_whole_storage(CPU_KEYS, self, source)  # type: ignore[no-any-return]
     return _set_storage_at(CPU_KEYS, self, source, storage_offset, size, stride)  # type: ignore[no-any-return]
+
+
+def _wrong_storage(source: torch.UntypedStorage) -> RuntimeError:
+    for feature, reason in limits().items():
+        if "storages" in feature:
+            return DeviceError(f"{feature} do not work here: {reason}", hint="use .cpu() tensors")
+    return RuntimeError(
+        f"Expected a storage on tpu:0 for a tensor on tpu:0, but it is on {source.device}"
+    )
 
 
 @_implements("aten::set_.source_Tensor")

@@ -1,0 +1,142 @@
+"""A few bytes of machine code, where torch wants a C++ function and Python must not be the answer.
+
+torch calls its allocator and its generator factory from anywhere: threads without the interpreter
+lock, destructors, the middle of a Ctrl-C. A Python callback there can be interrupted half-way and
+leave C++ with garbage. These functions are a dozen instructions of x86-64 (System V ABI), which
+nothing can interrupt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from tpu_kernels._compat_torch import library_folder
+from tpu_kernels.errors import DeviceError
+
+_keep_alive: list[object] = []  # code, frames and tables that C++ points to
+
+
+def symbol(library: str, name: str) -> Any:
+    """Return one exported function or object of torch's shared libraries.
+
+    Args:
+        library: File name such as ``libc10.so``.
+        name: Mangled C++ name.
+
+    Raises:
+        DeviceError: If this torch has no such library or symbol.
+    """
+    try:
+        return getattr(ctypes.CDLL(str(library_folder() / library)), name)
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"this torch has no {name} in {library}: {error}") from error
+
+
+def address_of(function: Any) -> int:
+    """Return the address of a symbol that `symbol` returned."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def keep(*objects: object) -> None:
+    """Keep objects alive as long as the process."""
+    _keep_alive.extend(objects)
+
+
+def make_executable(code: bytes, frame: Callable[[int], bytes] | None = None) -> int:
+    """Place machine code in memory for the life of the process.
+
+    Args:
+        code: Position-independent x86-64 code.
+        frame: Given the code's address, returns the unwind table that lets C++ exceptions pass
+            through it. Needed if the code calls anything that may throw.
+
+    Returns:
+        The address of the code.
+
+    Raises:
+        DeviceError: If the system does not allow new executable memory.
+    """
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    page.write(code)
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(mmap.PAGESIZE)
+    if libc.mprotect(ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        raise DeviceError(
+            f"this system does not allow executable memory (errno {ctypes.get_errno()})"
+        )
+    keep(page)
+    if frame is not None:
+        table = ctypes.create_string_buffer(frame(address))
+        try:
+            register = ctypes.CDLL("libgcc_s.so.1").__register_frame
+        except (OSError, AttributeError) as error:
+            raise DeviceError(f"cannot register unwind information: {error}") from error
+        register.argtypes, register.restype = [ctypes.c_void_p], None
+        register(ctypes.addressof(table))
+        keep(table)
+    return address
+
+
+def call_then_store16(function: int, second: int, offset: int, value: int) -> int:
+    """Make ``f(result, _, n) { function(result, second, n); *(u16 *)(result + offset) = value; }``.
+
+    This is a C++ member function that returns an object through memory (``result``): the call is
+    forwarded to another object's member, and one field of what it returned is changed.
+
+    Args:
+        function: Address of the function to call.
+        second: What it gets as its second argument, the object.
+        offset: Offset of the 16-bit field in the result, below 128.
+        value: The field's new value.
+
+    Returns:
+        The address of the made function.
+    """
+    code = (
+        b"\x53"  # push rbx
+        b"\x48\x89\xfb"  # mov rbx, rdi
+        b"\x48\xbe" + struct.pack("<Q", second) +  # mov rsi, second
+        b"\x48\xb8" + struct.pack("<Q", function) +  # mov rax, function
+        b"\xff\xd0"  # call rax
+        b"\x66\xc7\x43" + struct.pack("<BH", offset, value) +  # mov word [rbx + offset], value
+        b"\x48\x89\xd8"  # mov rax, rbx
+        b"\x5b"  # pop rbx
+        b"\xc3"  # ret
+    )  # fmt: skip
+
+    def frame(address: int) -> bytes:
+        # DWARF: the return address is at CFA-8; after `push rbx` the CFA is rsp+16, rbx at CFA-16.
+        common = struct.pack("<IB", 0, 1) + b"\0" + b"\x01\x78\x10" + b"\x0c\x07\x08\x90\x01"
+        entry = struct.pack("<QQ", address, len(code)) + b"\x41\x0e\x10\x83\x02"
+        common = _padded(common)
+        first = struct.pack("<I", len(common)) + common
+        entry = _padded(struct.pack("<I", len(first) + 4) + entry)
+        return first + struct.pack("<I", len(entry)) + entry + b"\0\0\0\0"
+
+    return make_executable(code, frame)
+
+
+def jump_with(function: int, second: int) -> int:
+    """Make ``f(result, ...) { return function(result, second); }``, as a jump without a frame.
+
+    Args:
+        function: Address of the function to go to.
+        second: What it gets as its second argument.
+
+    Returns:
+        The address of the made function.
+    """
+    return make_executable(
+        b"\x48\xbe" + struct.pack("<Q", second)  # mov rsi, second
+        + b"\x48\xb8" + struct.pack("<Q", function)  # mov rax, function
+        + b"\xff\xe0"  # jmp rax
+    )  # fmt: skip
+
+
+def _padded(data: bytes) -> bytes:
+    return data + b"\0" * (-(len(data) + 4) % 8)
