@@ -61,7 +61,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	@rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)
 	@ln -s $(CURDIR)/tpu_kernels/* $(CURDIR)/dsl $(CURDIR)/registry $(TYPECHECK)
-	$(BIN)/mypy $(TYPECHECK)
+	cd $(dir $(TYPECHECK)) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir ../mypy_cache $(notdir $(TYPECHECK))
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -45,10 +47,8 @@ def test_a_scalar_keeps_its_value_and_type(value: object) -> None:
 
 @given(text=st.text(max_size=30))
 def test_any_text_is_read_or_refused_with_our_error(text: str) -> None:
-    try:
+    with contextlib.suppress(ArgumentError):  # any other exception fails the test
         parse_arguments([text])
-    except ArgumentError as error:
-        assert str(error)
 
 
 @given(items=st.lists(st.sampled_from(["f32[8,128]", "(1, 2)", "x", "[f32[2],i8[]]"]), min_size=1))

@@ -48,13 +48,16 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
             # Text, because names such as `f32[8]` would be read as rich's markup.
             table.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
-        self._console().print(table)
+        console = self._console()
+        if title:
+            console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        console.print(table)
 
     def line(self, text: str = "") -> None:
         """Print one line of text, unless ``--json`` was given."""
