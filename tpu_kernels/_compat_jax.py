@@ -1,0 +1,335 @@
+"""Every use of a private part of JAX, one small function each, with the reason.
+
+A new JAX release can break only what stands here; the import of JAX itself is the caller's cost, so nothing in the
+package imports this module before a kernel is traced or compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+# --- Devices ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def cpu_device() -> Any:
+    """A CPU device of our own client, apart from the process's JAX backends.
+
+    `jax.devices("cpu")` would initialise every backend that JAX can find (a TPU runtime included) and freeze the
+    user's platform choice; a client that we make ourselves touches neither.
+    """
+    from jax._src.lib import xla_client
+
+    return xla_client.make_cpu_client(asynchronous=False).local_devices()[0]
+
+
+# --- Compiler --------------------------------------------------------------------------------------------------
+
+
+def mosaic_text(body: bytes, *, locations: bool) -> str:
+    """Mosaic MLIR text of a serialized Pallas TPU kernel body.
+
+    The dialect and the pass that undoes its versioned serialization have no public door.
+    """
+    from jax._src.lib import tpu
+    from jax.extend.mlir import ir, passmanager
+
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse(body)
+        undo = passmanager.PassManager.parse("builtin.module(mosaic-serde{serialize=false})")
+        undo.run(module.operation)
+        return str(module.operation.get_asm(enable_debug_info=locations))
+
+
+def compile_for_topology(text: str, topology: str, options: Mapping[str, str]) -> Any:
+    """Compile a StableHLO module with libtpu for one device of a topology; needs no TPU.
+
+    `jax.jit(...).lower(...).compile()` would need the Python function again, and its error handler cuts the
+    source locations out of Mosaic's messages; the compile-only client below it takes a module and reports in full.
+
+    Args:
+        text: StableHLO with source locations.
+        topology: Name such as ``"v6e:2x2"``.
+        options: XLA compiler options by name.
+
+    Returns:
+        The compile-only executable: it has `get_compiled_memory_stats` and `hlo_modules`, and cannot run.
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+    from jax.experimental import topologies
+    from jax.extend.mlir import ir
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    compile_options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=1,
+        device_assignment=np.array([[device.id]]),
+        backend=device.client,
+        env_options_overrides=dict(options),
+    )
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        return device.client.compile(
+            module,
+            executable_devices=_jax.DeviceList((device,)),
+            compile_options=compile_options,
+        )
+
+
+def traced_frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
+    """Files and lines at which the operations on a lowering's stack were traced, innermost first.
+
+    Inside an inner `jit` (most of `jax.numpy`) JAX's own chained traceback ends at the library function; the
+    equations that the lowering is working on, one for each level, still know the call in the author's file.
+    """
+    levels = []
+    while traceback is not None:
+        source_info = getattr(traceback.tb_frame.f_locals.get("eqn"), "source_info", None)
+        if source_info is not None and getattr(source_info, "traceback", None) is not None:
+            levels.append(source_info.traceback)
+        traceback = traceback.tb_next
+    for level in reversed(levels):
+        for frame in level.frames:
+            yield frame.file_name, frame.line_num
+
+
+# --- Call path -------------------------------------------------------------------------------------------------
+
+
+def import_capsule(capsule: Any, device: Any) -> Any:
+    """A `jax.Array` on the memory of a DLPack capsule, without a copy where alignment allows.
+
+    `jax.dlpack.from_dlpack` costs ten times as much (it queries devices and copies for a consumer that we are
+    not), and refuses tensors of the simulated device.
+    """
+    from jax._src.lib import _jax
+
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, None, None, 1)
+
+
+def export_capsule(array: Any) -> Any:
+    """A DLPack capsule on the memory of a `jax.Array`; blocks until the value is there.
+
+    `jax.Array.__dlpack__` costs four times as much for the same result.
+    """
+    from jax._src.lib import _jax
+
+    return _jax.buffer_to_dlpack_managed_tensor(array)
+
+
+def capsule_functions() -> tuple[Any, Any]:
+    """`import_capsule` and `export_capsule` without their Python frames, for the call path."""
+    from jax._src.lib import _jax
+
+    return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
+
+
+@contextlib.contextmanager
+def pallas_interpret(mode: Any) -> Iterator[None]:
+    """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret`` says.
+
+    The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the plain (and
+    some hundred times faster) interpreter that ``True`` stands for.
+
+    Args:
+        mode: True, or `pltpu.InterpretParams`.
+    """
+    from jax._src import config
+
+    previous = config.pallas_tpu_interpret_mode_context_manager.swap_local(mode)
+    try:
+        yield
+    finally:
+        config.pallas_tpu_interpret_mode_context_manager.set_local(previous)
+
+
+# --- Symbolic shapes -------------------------------------------------------------------------------------------
+
+
+def dimension_terms(dimension: Any) -> list[tuple[list[tuple[Any, int]], int]]:
+    """A symbolic dimension as a sum of products: ``[([(factor, exponent), ...], coefficient), ...]``.
+
+    A factor is a variable's name, or ``(operation, operands)``. JAX's own evaluation compares operands with 0 and
+    1, which on torch's symbolic integers would install guards and specialise every dimension.
+    """
+    terms = []
+    for term, coefficient in dimension._sorted_terms:
+        factors = []
+        for factor, exponent in term._factors:
+            leaf = (
+                factor.var if factor.var is not None else (factor.operation, tuple(factor.operands))
+            )
+            factors.append((leaf, exponent))
+        terms.append((factors, coefficient))
+    return terms
+
+
+# --- Pallas calls in a jaxpr -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasBlock:
+    """One pipelined operand of a `pallas_call` that has a window in VMEM.
+
+    Attributes:
+        origin: The operand as Pallas names it, such as ``"args[0]"``.
+        shape: Block shape without squeezed dimensions.
+        dtype: Name of the dtype.
+        bits: Width of the dtype.
+        buffers: Number of buffers that the kernel asks for, None for the default.
+        depends_on: The grid axes that its index map reads; all of them if it reads prefetched scalars.
+    """
+
+    origin: str
+    shape: tuple[int, ...]
+    dtype: str
+    bits: int
+    buffers: int | None
+    depends_on: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCall:
+    """What the parameters of one `pallas_call` equation say.
+
+    Attributes:
+        name: Name of the kernel.
+        where: The user's ``file:line``, empty if unknown.
+        grid: Sizes; a dynamic bound is no int.
+        blocks: The operands and results with a window in VMEM.
+        scratch: Shape and width in bits of each VMEM scratch buffer.
+        vmem_limit: Its ``vmem_limit_bytes``, None for the default.
+        flops_per_step: Operations in `dot_general` per grid step, by dtype name of the operands.
+        calls: Product of the lengths of the enclosing scans.
+    """
+
+    name: str
+    where: str
+    grid: tuple[Any, ...]
+    blocks: tuple[PallasBlock, ...]
+    scratch: tuple[tuple[tuple[int, ...], int], ...]
+    vmem_limit: int | None
+    flops_per_step: dict[str, float]
+    calls: int
+
+
+def pallas_calls(jaxpr: Any, calls: int = 1) -> Iterator[PallasCall]:
+    """The Pallas calls of a jaxpr, those in nested functions and loops included.
+
+    Grid and blocks are parameters of a primitive whose layout is not part of JAX's public API.
+    """
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield _pallas_call(eqn, calls)
+            continue
+        trips = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+        for inner in _inner_jaxprs(eqn):
+            yield from pallas_calls(inner, calls * trips)
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
+                yield item
+
+
+def _pallas_call(eqn: Any, calls: int) -> PallasCall:
+    from jax._src import source_info_util
+
+    mapping, params = eqn.params["grid_mapping"], eqn.params
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    scratch = [aval for aval in mapping.scratch_avals if str(aval.memory_space) == "vmem"]
+    return PallasCall(
+        name=str(
+            params.get("name") or getattr(params["jaxpr"].debug_info, "func_name", "") or "kernel"
+        ),
+        where=f"{frame.file_name}:{frame.start_line}" if frame is not None else "",
+        grid=tuple(mapping.grid),
+        blocks=tuple(
+            _pallas_block(block, len(mapping.grid))
+            for block in mapping.block_mappings
+            if str(block.block_aval.memory_space) in ("None", "default", "vmem")
+        ),
+        scratch=tuple((tuple(aval.shape), _bits(aval.dtype)) for aval in scratch),
+        vmem_limit=getattr(params.get("compiler_params"), "vmem_limit_bytes", None),
+        flops_per_step=_dot_flops(params["jaxpr"]),
+        calls=calls,
+    )
+
+
+def _pallas_block(block: Any, axes: int) -> PallasBlock:
+    aval, index_map = (
+        block.block_aval,
+        getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr),
+    )
+    reads: dict[Any, frozenset[int]] = {}
+    for position, variable in enumerate(index_map.invars):
+        # Prefetched scalars may be anything at any step.
+        reads[variable] = frozenset({position} if position < axes else range(axes))
+    for eqn in index_map.eqns:
+        found = frozenset().union(*(_reads_of(v, reads) for v in eqn.invars))
+        reads.update(dict.fromkeys(eqn.outvars, found))
+    depends_on = frozenset().union(*(_reads_of(v, reads) for v in index_map.outvars))
+    return PallasBlock(
+        origin=str(block.origin),
+        shape=tuple(int(size) for size in aval.shape),
+        dtype=str(aval.dtype),
+        bits=_bits(aval.dtype),
+        buffers=getattr(block.pipeline_mode, "buffer_count", None),
+        depends_on=depends_on,
+    )
+
+
+def _reads_of(atom: Any, reads: Mapping[Any, frozenset[int]]) -> frozenset[int]:
+    # Literals are not hashable and read nothing.
+    return frozenset() if hasattr(atom, "val") else reads.get(atom, frozenset())
+
+
+def _bits(dtype: Any) -> int:
+    import ml_dtypes
+    import numpy as np
+
+    for finfo in (ml_dtypes.finfo, ml_dtypes.iinfo):
+        try:
+            return int(finfo(dtype).bits)
+        except ValueError:
+            continue
+    return 8 * np.dtype(dtype).itemsize
+
+
+def _dot_flops(jaxpr: Any) -> dict[str, float]:
+    """Multiply and add operations of the matrix products; of the branches of a `cond` the dearest."""
+    total: dict[str, float] = {}
+
+    def add(more: Mapping[str, float], times: float = 1.0) -> None:
+        for dtype, flops in more.items():
+            total[dtype] = total.get(dtype, 0.0) + times * flops
+
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval
+            size = math.prod(eqn.outvars[0].aval.shape)
+            size *= math.prod(left.shape[axis] for axis in contracted)
+            add({str(left.dtype): 2.0 * size})
+            continue
+        inner = [_dot_flops(item) for item in _inner_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            add(max(inner, key=lambda flops: sum(flops.values()), default={}))
+        else:
+            trips = float(eqn.params["length"]) if eqn.primitive.name == "scan" else 1.0
+            for item in inner:
+                add(item, trips)
+    return total

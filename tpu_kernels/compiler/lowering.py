@@ -1,0 +1,158 @@
+"""From a Python function to the program that the TPU compiler takes, on any machine.
+
+Lowering runs in this process and needs neither a TPU nor libtpu: JAX is told about the target by an abstract mesh,
+so a kernel that asks `pltpu.get_tpu_info()` sees the target's figures. Mistakes in the author's Python surface
+here, with their tracebacks; what only the compiler can refuse comes later.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from tpu_kernels import _compat_jax
+from tpu_kernels.compiler import locations
+from tpu_kernels.compiler.chips import Target
+
+_PALLAS_CALL = "tpu_custom_call"
+_BODY = re.compile(r'\\22body\\22: \\22([A-Za-z0-9+/=]+)\\22|"body": "([A-Za-z0-9+/=]+)"')
+
+
+@dataclass(frozen=True)
+class KernelSite:
+    """One Pallas kernel inside a lowered program.
+
+    Attributes:
+        name: The name that the compiler reports it under.
+        op_name: Its path in the traced function, such as ``"jit(f)/scale/pallas_call"``.
+        where: The author's line that calls it.
+        body: Serialized Mosaic module.
+    """
+
+    name: str
+    op_name: str
+    where: locations.SourceLine | None
+    body: bytes
+
+    def mosaic(self, *, source_lines: bool = True) -> str:
+        """Return the kernel's Mosaic MLIR as text.
+
+        Args:
+            source_lines: Whether to keep the author's source lines in it.
+
+        Returns:
+            The text.
+        """
+        return _compat_jax.mosaic_text(self.body, locations=source_lines)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function lowered for a target: what the compiler gets and what a cache entry is named after.
+
+    Attributes:
+        text: StableHLO with source locations.
+        target: What it was lowered for.
+        kernels: Its Pallas kernels in order of appearance.
+        digest: Hash of what decides the compiled code; source locations do not count.
+        place_digest: Hash of the text as it is, source locations included.
+        seconds: Time that tracing and lowering took.
+    """
+
+    text: str
+    target: Target
+    kernels: tuple[KernelSite, ...]
+    digest: str
+    place_digest: str
+    seconds: float
+
+
+def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Program:
+    """Trace and lower a JAX function for a target.
+
+    Args:
+        fn: Function of flat JAX arrays; may be wrapped by `jax.jit`.
+        avals: Shape and dtype of each argument: `jax.ShapeDtypeStruct` or arrays.
+        target: The TPU to lower for.
+
+    Returns:
+        The lowered program.
+
+    Raises:
+        Exception: Whatever tracing or lowering raises, unchanged; `locations.from_exception` finds its line.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tpu_kernels.compiler.chips import resolve
+        >>> program = lower(jnp.sin, [jax.ShapeDtypeStruct((8, 128), "float32")], resolve("v6e"))
+        >>> "stablehlo.sine" in program.text, program.kernels
+        (True, ())
+    """
+    started = time.perf_counter()
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    chip = target.chip
+    device = jax.sharding.AbstractDevice(
+        device_kind=chip.device_kind, num_cores=chip.cores_per_device, platform="tpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    # Lowering asks for a default device, and without one JAX would start every backend that it finds.
+    with jax.default_device(_compat_jax.cpu_device()), jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text(debug_info=True)
+    kernels = tuple(_kernels(lowered.compiler_ir("stablehlo")))
+    bare = _BODY.sub(_digest_of_body, lowered.as_text(debug_info=False))
+    return Program(
+        text=text,
+        target=target,
+        kernels=kernels,
+        digest=_digest(bare),
+        place_digest=_digest(text),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest_of_body(match: re.Match[str]) -> str:
+    """Stand-in for a serialized kernel: its hash without the source locations that it embeds."""
+    body = base64.b64decode(match[1] or match[2])
+    return "body:" + _digest(_compat_jax.mosaic_text(body, locations=False))
+
+
+def _kernels(module: Any) -> Iterator[KernelSite]:
+    for operation in _operations(module.operation):
+        if operation.name != "stablehlo.custom_call":
+            continue
+        attributes = operation.attributes
+        if ir.StringAttr(attributes["call_target_name"]).value != _PALLAS_CALL:
+            continue
+        config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
+        place = str(operation.location)
+        op_name = re.match(r'loc\("([^"]*)"', place)
+        yield KernelSite(
+            name=ir.StringAttr(attributes["kernel_name"]).value
+            if "kernel_name" in attributes
+            else "",
+            op_name=op_name[1] if op_name else "",
+            where=locations.from_location(place),
+            body=base64.b64decode(config.get("custom_call_config", {}).get("body", "")),
+        )
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                yield child.operation
+                yield from _operations(child.operation)
