@@ -6,9 +6,14 @@ reading this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -85,3 +90,220 @@ def replace_accelerator_functions(functions: Mapping[str, Callable[..., Any]]) -
 def library_folder() -> Path:
     """Return the folder of torch's shared libraries (``libc10.so``, ``libtorch_cpu.so``)."""
     return Path(torch.__file__).parent / "lib"
+
+
+def aot_backend(
+    compiler: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    decompositions: Mapping[OpOverload, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Return a Dynamo backend that compiles forward, backward and inference graphs of ATen operators.
+
+    The public `torch.compile` takes such a backend but offers no public way to build one that gets
+    the backward graph as well.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def compile_boxed(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(compiler(gm, inputs))
+
+    return aot_autograd(fw_compiler=compile_boxed, decompositions=dict(decompositions))
+
+
+def register_dynamo_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Make ``torch.compile(backend=name)`` find a backend, unless the name is taken.
+
+    Normally the package's entry point does this; a source tree on the path has none.
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
+
+
+# ---------------------------------------------------------------------------------------------
+# Operators (registry). Own kernels for the Autograd key are the only way that works under torch.func
+# (torch.library.register_autograd raises there) and costs little (facts: 4 us against 10).
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Return a context in which operators run below autograd, as torch's own autograd kernels do."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+def after_autograd_keys() -> Any:
+    """Return the dispatch key set of everything below autograd."""
+    return torch._C._after_autograd_keyset
+
+
+def after_version_counter_keys() -> Any:
+    """Return the dispatch key set of everything below ADInplaceOrView, which bumps version counters."""
+    return torch._C._after_ADInplaceOrView_keyset
+
+
+def functorch_active() -> bool:
+    """Return whether a `torch.func` transform is active in this thread."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def forward_ad_level() -> int:
+    """Return the level of the innermost `torch.autograd.forward_ad.dual_level`, -1 outside of any."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level
+
+
+def single_level_function() -> type:
+    """Return the base class of autograd functions that run below functorch's layers.
+
+    A kernel for the Autograd key is called when functorch has peeled its layers off; there the public
+    `torch.autograd.Function` would start over at the top and recurse.
+    """
+    return torch.autograd.function._SingleLevelFunction  # type: ignore[no-any-return]
+
+
+def apply_single_level(function: type, *args: Any) -> Any:
+    """Apply a `single_level_function` class, also while a `torch.func` transform is active."""
+    if not functorch_active():
+        return function.apply(*args)  # type: ignore[attr-defined]
+    from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return function.apply(*args)  # type: ignore[attr-defined]
+
+
+def symbol_of(size: Any) -> str | None:
+    """Return the text of a symbolic size's expression, or None for a size that is a plain number."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    return None if size.node.maybe_as_int() is not None else str(size.node.expr)
+
+
+# ---------------------------------------------------------------------------------------------
+# ATen overrides (registry/overrides). torch has public functions to register a kernel and to fetch
+# the one before it, but none to take one out again, and none that makes compiled graphs notice.
+
+# One Python object per thread and key, which the autograd engine carries into its own threads (a
+# `threading.local` is not): an override scope must also hold for the backward that it starts.
+thread_object: Callable[[str], Any] = torch._C._get_obj_in_tls
+set_thread_object: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+has_thread_object: Callable[[str], bool] = torch._C._is_key_in_tls
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """Return the `FunctionSchema` of an operator (``OpOverload`` has no public accessor)."""
+    return operator._schema
+
+
+def has_kernel(operator: OpOverload, key: str) -> bool:
+    """Return whether an operator has a kernel registered at exactly this dispatch (or alias) key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
+
+def dispatch_table(operator: OpOverload) -> str:
+    """Return the dispatcher's computed table of an operator, one line per dispatch key."""
+    return str(torch._C._dispatch_dump_table(operator.name()))
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take a library's kernels out of the dispatcher now; garbage collection would be too late."""
+    library._destroy()
+
+
+def forget_dispatch(operator: OpOverload, key: str) -> None:
+    """Drop torch's memory of which kernel a key resolves to, which registrations do not refresh.
+
+    The Python dispatcher, under which graphs are traced, caches the resolution for good: without
+    this an override is ignored, or a removed one still looked for, by the next `torch.compile`.
+    """
+    operator._uncache_dispatch(getattr(torch.DispatchKey, key))
+
+
+def after_import(module: str, hook: Callable[[Any], None]) -> None:
+    """Run ``hook(module)`` now if a module is imported, else right after its import.
+
+    Importing `torch._dynamo` costs two seconds that eager users should not pay.
+    """
+    if module in sys.modules:
+        hook(sys.modules[module])
+        return
+
+    class _AfterImport(MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            if name != module or self not in sys.meta_path:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.loader is None:
+                return spec
+            execute = spec.loader.exec_module
+
+            def exec_module(loaded: ModuleType) -> None:
+                execute(loaded)
+                hook(loaded)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, _AfterImport())
+
+
+def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) -> None:
+    """Make each graph that Dynamo compiles from now on depend on the value of ``key()``.
+
+    Dynamo guards what the traced Python code reads; which kernels the dispatcher holds is not among
+    it, and there is no public way to add a guard of one's own to every graph.
+
+    Args:
+        key: Cheap and hashable; a compiled graph is reused only while it returns an equal value.
+        on_compile: Called at the start of each compilation, in its thread.
+    """
+
+    def install(output_graph: Any) -> None:
+        from torch._dynamo.guards import get_verbose_code_parts
+        from torch._dynamo.source import GlobalStateSource
+
+        def TPU_KERNELS_OVERRIDES(builder: Any, guard: Any) -> None:
+            expected = key()
+
+            def same(_: Any) -> bool:
+                return bool(key() == expected)
+
+            code = [f"tpu_kernels.overrides.active() == {expected!r}"]
+            builder._set_guard_export_info(guard, code)
+            parts = get_verbose_code_parts(code, guard)
+            builder.guard_manager.root.add_lambda_guard(same, parts, guard.user_stack)
+
+        original = output_graph.OutputGraph.init_ambient_guards
+
+        def init_ambient_guards(self: Any) -> None:
+            on_compile()
+            original(self)
+            self.guards.add(GlobalStateSource().make_guard(TPU_KERNELS_OVERRIDES))
+
+        output_graph.OutputGraph.init_ambient_guards = init_ambient_guards
+
+    after_import("torch._dynamo.output_graph", install)
+
+
+def forget_compiled_code() -> None:
+    """Drop the code that Dynamo has compiled so far (nothing if Dynamo was never imported)."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset_code_caches()
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]] | None:
+    """Return Inductor's live decomposition table, or None while Inductor is not imported.
+
+    Call `refresh_inductor_decompositions` after a change.
+    """
+    module = sys.modules.get("torch._inductor.decomposition")
+    return None if module is None else module.decompositions
+
+
+def refresh_inductor_decompositions() -> None:
+    """Drop Inductor's cached copy of its decomposition table."""
+    module = sys.modules.get("torch._inductor.decomposition")
+    if module is not None:
+        module.fast_random_decomps.cache_clear()

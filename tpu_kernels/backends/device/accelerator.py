@@ -1,8 +1,8 @@
-"""The parts of ``torch.accelerator`` that a backend written in Python cannot provide itself.
+"""The parts of ``torch.accelerator`` that a Python backend cannot provide itself.
 
-torch asks its C++ device guard to synchronise and its C++ allocator for statistics; both raise for a
-Python backend. The allocator is the host's, so the memory that there is and that is left are the
-host's as well.
+torch asks its C++ device guard to synchronise and its C++ allocator for statistics; both raise
+for a Python backend. The allocator is the host's, so the memory that there is and that is left are
+the host's as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def register() -> None:
     replace_accelerator_functions(
         {
             "synchronizeDevice": _synchronize,
-            # False: `memory_stats` and its relatives then answer zeros instead of asking the allocator.
+            # False: `memory_stats` and its like then answer zeros without asking the allocator.
             "isAllocatorInitialized": lambda: False,
             "getMemoryInfo": _memory_info,
         }

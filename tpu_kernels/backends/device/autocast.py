@@ -1,4 +1,4 @@
-"""``torch.autocast("tpu")``: the same operators in low precision and in float32 as on other devices.
+"""``torch.autocast("tpu")``: low precision and float32 for the same operators as elsewhere.
 
 torch's C++ autocast has lists per device and none for this one. The lists below follow its generic
 policies; operators on neither list run in the dtypes that they are given, operators on the third in
@@ -19,24 +19,31 @@ from tpu_kernels.backends.device.handlers import find_operator
 
 KEY = "AutocastPrivateUse1"
 
-LOW_PRECISION = """_convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
-conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv
+_LOW_PRECISION = """
+_convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
+conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv
 addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
 _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-scaled_dot_product_attention""".split()
+scaled_dot_product_attention
+"""
 
-FLOAT32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
-frobenius_norm.dim nuclear_norm nuclear_norm.dim norm.Scalar norm.ScalarOpt_dim cosine_similarity
-poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss dist pdist
-cdist renorm logsumexp softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList prod prod.dim_int
+_FLOAT32 = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
+group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim norm.Scalar norm.ScalarOpt_dim
+cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+binary_cross_entropy_with_logits cross_entropy_loss dist pdist cdist renorm logsumexp
+softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList prod prod.dim_int
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
-upsample_trilinear3d upsample_bicubic2d""".split()
+upsample_trilinear3d upsample_bicubic2d
+"""
 
-WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-cat stack""".split()
+_WIDEST = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
+stack
+"""
 
 _KEYS = key_set(KEY)
 _NARROW = (torch.float16, torch.bfloat16)
@@ -53,11 +60,11 @@ def register() -> list[torch.library.Library]:
     fallthrough.fallback(torch.library.fallthrough_kernel, KEY)
     library = torch.library.Library("aten", "IMPL")
     for names, dtype_of in (
-        (LOW_PRECISION, _low_precision),
-        (FLOAT32, _float32),
-        (WIDEST, _widest),
+        (_LOW_PRECISION, _low_precision),
+        (_FLOAT32, _float32),
+        (_WIDEST, _widest),
     ):
-        for name in names:
+        for name in names.split():
             operator = find_operator(f"aten::{name}")
             if operator is not None:
                 library.impl(name, _kernel(operator, dtype_of), KEY)

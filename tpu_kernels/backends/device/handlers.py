@@ -28,11 +28,12 @@ CPU_KEYS = key_set("CPU")
 _CPU_DEVICE = torch.device("cpu")
 
 # Operators that take CPU tensors beside device tensors on every backend: indices, lengths, steps.
-TAKES_CPU_TENSORS = frozenset(
-    """index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put
-    _pack_padded_sequence _ctc_loss _fused_adamw_ _fused_adam_ _fused_sgd_ _fused_adagrad_
-    repeat_interleave is_same_size tensor_split""".split()
-)
+_TAKES_CPU_TENSORS = """
+index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put
+_pack_padded_sequence _ctc_loss _fused_adamw_ _fused_adam_ _fused_sgd_ _fused_adagrad_
+repeat_interleave is_same_size tensor_split
+"""
+TAKES_CPU_TENSORS = frozenset(_TAKES_CPU_TENSORS.split())
 
 
 def mixed_devices() -> RuntimeError:

@@ -15,8 +15,8 @@ from tpu_kernels.errors import DeviceError, KernelError
 NAME = "tpu"
 UNCLAIMED = "privateuseone"
 
-# Called with no arguments at the end of a successful installation, in order. Use `when_installed` to
-# add one that may come after it.
+# Called with no arguments at the end of a successful installation, in order. `when_installed` adds
+# a hook wherever it may come after that.
 on_install: list[Callable[[], None]] = []
 
 _lock = threading.RLock()

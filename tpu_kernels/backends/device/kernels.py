@@ -23,24 +23,45 @@ KEY = "PrivateUse1"
 # View kernels of the CPU; the composite views (`permute`, `expand`, ...) all end in these.
 VIEWS = frozenset(
     f"aten::{name}"
-    for name in "as_strided view _reshape_alias unfold view_as_real view_as_complex alias".split()
+    for name in (
+        "as_strided",
+        "view",
+        "_reshape_alias",
+        "unfold",
+        "view_as_real",
+        "view_as_complex",
+        "alias",
+    )
 )
 
 # Composite operators that must not be sent to the CPU as a whole: they allocate, change storage or
 # metadata, ask about the device, or belong to layouts and backends that the device does not have.
-_LEFT_ALONE = tuple(
-    """sparse quantize nested resize set pin_memory is_pinned copy_from mkldnn cudnn miopen mps_
-    _fw_primal _make_dual lift detach squeeze_ transpose_ as_strided_ overrideable _assert _print
-    _test_ is_coalesced rnn lstm gru coalesce fill is_same_size allclose _efficientzerotensor q_
-    int_repr dequantize to_padded values indices""".split()
-)
+_LEFT_ALONE = """
+sparse quantize nested resize set pin_memory is_pinned copy_from mkldnn cudnn miopen mps_
+_fw_primal _make_dual lift detach squeeze_ transpose_ as_strided_ overrideable _assert _print
+_test_ is_coalesced rnn lstm gru coalesce fill is_same_size allclose _efficientzerotensor q_
+int_repr dequantize to_padded values indices
+"""
 
 _handlers: dict[OpOverload, Callable[..., Any]] = {}
+
+
+# Whose operators may run on the CPU's kernels. Anybody else's operator needs a kernel for the device,
+# here as on a real TPU.
+_OWN_NAMESPACES = frozenset(
+    ("aten", "prims", "prim", "profiler", "inductor", "c10d", "_c10d_functional", "rngprims")
+)
 
 
 def _fallback(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     handler = _handlers.get(operator)
     if handler is None:
+        if operator.namespace not in _OWN_NAMESPACES:
+            raise NotImplementedError(
+                f"the operator '{operator.name()}' has no kernel for the device 'tpu'\n"
+                f"  hint: register one, with @tpu_kernel or with torch.library.impl('{operator.name()}', "
+                "'tpu'); its CPU kernel is not used, since a real TPU could not use it either"
+            )
         handler = _handlers[operator] = make_handler(operator)
     return handler(*args, **kwargs)
 
@@ -83,7 +104,7 @@ def _is_one_call(name: str) -> bool:
     base, _, overload = name.removeprefix("aten::").partition(".")
     if base.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
         return "out" not in overload
-    if any(part in base for part in _LEFT_ALONE) or "out" in overload:
+    if any(part in base for part in _LEFT_ALONE.split()) or "out" in overload:
         return False
     operator = find_operator(name)
     if operator is None or not operator._schema.returns:

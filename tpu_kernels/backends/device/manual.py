@@ -1,4 +1,4 @@
-"""Operators that a generated handler cannot run: allocation, copies, resizing, storage, a few cells.
+"""Operators that no generated handler can run: allocation, copies, resizing, storage.
 
 They exist because memory changes hands in them (a copy between devices, a tensor that takes over
 other memory), or because torch routes PrivateUse1 to operators that its CPU backend does not have.
@@ -124,8 +124,8 @@ def _resize_(
     needed = (offset + count) * self.element_size() if count else 0
     if needed <= storage.nbytes():
         return _set_storage_at(CPU_KEYS, self, storage, offset, size, strides)  # type: ignore[no-any-return]
-    # torch cannot grow the storage of a Python backend, so this tensor moves to larger memory; other
-    # views of the old storage stay there.
+    # torch cannot grow the storage of a Python backend, so this tensor moves to larger memory;
+    # other views of the old storage stay there.
     memory = torch.empty(needed, dtype=torch.uint8, device=_CPU)
     if storage.nbytes():
         whole = wrap(torch.empty(0, dtype=torch.uint8, device=_CPU))

@@ -78,7 +78,7 @@ class Event:
         return (end_event._time - self._time) * 1e3
 
 
-class device:  # noqa: N801 - the name that torch's device modules give it
+class device:
     """Context manager that selects a device; there is one, so it only checks the index.
 
     Args:

@@ -62,7 +62,7 @@ def check_capsule() -> None:
 
 
 def check_round_trip() -> None:
-    """Check that torch takes a rewritten capsule as a device tensor on the same memory, and back."""
+    """Check that torch takes a rewritten capsule as a tensor on the same memory, both ways."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()[1:, ::2]
     there = capsule.wrap(source)
     back = capsule.unwrap(there)
