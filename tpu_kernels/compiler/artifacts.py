@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu_kernels.compiler.lowering import Program
 
-# The smallest dump that has the generated code: 0.8 MB for a matmul, where everything would be 37 MB.
+# The smallest dump that has the generated code: 0.8 MB for a matmul, where everything would be 37
+# MB.
 DUMPED_PASSES = "final_bundles|deduplication-map"
 
 _BUNDLE = re.compile(
@@ -26,7 +27,8 @@ _STAMP = re.compile(r"^\d+-")
 def libtpu_flags(folder: Path) -> str:
     """Return the flags that make libtpu write its generated code to a folder.
 
-    They can be given only through ``LIBTPU_INIT_ARGS`` before libtpu loads, not for one compilation.
+    They can be given only through ``LIBTPU_INIT_ARGS`` before libtpu loads, not for one
+    compilation.
 
     Args:
         folder: Where to write.
@@ -98,8 +100,8 @@ def figures(files: Iterable[Path]) -> dict[str, Any]:
         files: Files of one compilation.
 
     Returns:
-        ``bundles`` and ``spills`` of all generated code together, ``vmem_bytes`` of the largest kernel; an entry
-        is absent where the dump does not tell.
+        ``bundles`` and ``spills`` of all generated code together, ``vmem_bytes`` of the largest
+        kernel; an entry is absent where the dump does not tell.
     """
     files = list(files)
     found: dict[str, Any] = {}

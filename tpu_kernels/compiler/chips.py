@@ -1,7 +1,8 @@
 """What is known of each TPU generation, and how a user names one.
 
-The facts stand in ``chips.json`` next to this module, each with its source; all figures are per TensorCore, as
-`pltpu.get_tpu_info` reports them, so that a kernel on a two-core chip sees one core's share.
+The facts stand in ``chips.json`` next to this module, each with its source; all figures are per
+TensorCore, as `pltpu.get_tpu_info` reports them, so that a kernel on a two-core chip sees one
+core's share.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Chip:
         mxu_size: Rows and columns of one matrix unit.
         cycles_per_vmatmul: Cycles that one matrix instruction occupies its unit, by operand class
             (``"bf16"``, ``"f32"``, ``"8bit"``).
-        peak_ops_per_s: Peak multiply and add operations per second by dtype; a dtype that is absent has no
-            native matrix instruction.
+        peak_ops_per_s: Peak multiply and add operations per second by dtype; a dtype that is absent
+            has no native matrix instruction.
         vmem_bytes: Vector memory.
         vmem_default_limit_bytes: What one kernel may use of it unless it sets ``vmem_limit_bytes``.
         smem_bytes: Scalar memory.
@@ -157,7 +158,8 @@ def resolve(target: str | Target) -> Target:
         The chip's facts with the topology.
 
     Raises:
-        ConfigError: If no such chip is known, or the topology is not of the form ``2x2`` or ``2x2x1``.
+        ConfigError: If no such chip is known, or the topology is not of the form ``2x2`` or
+            ``2x2x1``.
 
     Example:
         >>> resolve("trillium").name

@@ -83,11 +83,13 @@ def compile_function(
         memory_limit: Bytes of memory that its process may occupy.
         isolate: Trace and lower in the worker process too, for code that may hang or abort.
         cache: Look the result up on disk first, and keep it there.
-        dump: Folder to write StableHLO, Mosaic and LLO texts to; implies that the program is compiled anew.
+        dump: Folder to write StableHLO, Mosaic and LLO texts to; implies that the program is
+            compiled anew.
         options: XLA compiler options, such as ``{"xla_tpu_scoped_vmem_limit_kib": "65536"}``.
 
     Returns:
-        The report. Failures of every kind are reports too; nothing that `fn` or the compiler does raises.
+        The report. Failures of every kind are reports too; nothing that `fn` or the compiler does
+        raises.
 
     Raises:
         ConfigError: If the target is unknown.
@@ -115,7 +117,8 @@ def compile_all(requests: Sequence[Request]) -> Iterator[tuple[int, CompileRepor
         requests: The programs.
 
     Yields:
-        Index and report of each, in the order in which they are done. Leaving the loop early ends what still runs.
+        Index and report of each, in the order in which they are done. Leaving the loop early ends
+        what still runs.
     """
     missing = why_unavailable()
     waiting: list[tuple[int, Request, _Lowered]] = []
@@ -262,7 +265,7 @@ def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> C
 def _kernel_of(
     message: str, kernels: Sequence[Mapping[str, str | None]]
 ) -> Mapping[str, str | None]:
-    """The kernel that a message without a source location is about: by its operation's name, or the only one."""
+    """The kernel that a message without a source location is about, if there is no doubt."""
     named = set(_HLO_OP_NAME.findall(message))
     matching = [kernel for kernel in kernels if kernel["op_name"] in named]
     candidates = matching or kernels

@@ -1,8 +1,9 @@
 """Plain words for what the compiler says.
 
-The catalogue ``diagnoses.json`` lists the well-known messages of Pallas, Mosaic and XLA:TPU: a regular expression,
-the status, an explanation and a hint. Words in braces are filled from the expression's groups and the target; the
-first entry that matches counts, so special entries stand before general ones.
+The catalogue ``diagnoses.json`` lists the well-known messages of Pallas, Mosaic and XLA:TPU: a
+regular expression, the status, an explanation and a hint. Words in braces are filled from the
+expression's groups and the target; the first entry that matches counts, so special entries stand
+before general ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _DTYPES = {
 _WINDOW = re.compile(
     r"Size: (?P<size>[\d.]+[KMG]?)\n(?:(?!Size:)[\s\S])*?"
     r"Tag: (?P<role>input|output) window allocation for operator (?:input|output) (?P<index>\d+)\. "
-    r"The window shape is (?P<window>\S+), while[^\n]*?(?P<buffers>\d+ buffering levels|single buffered)"
+    r"The window shape is (?P<window>\S+), while[^\n]*?"
+    r"(?P<buffers>\d+ buffering levels|single buffered)"
 )
 
 
@@ -89,7 +91,8 @@ def diagnose(message: str, target: Target, *, error_type: str = "") -> Diagnosis
         error_type: Name of the exception's class.
 
     Returns:
-        The diagnosis. A message that no entry matches is an ``"error"`` in its own first line's words.
+        The diagnosis. A message that no entry matches is an ``"error"`` in its own first line's
+        words.
 
     Example:
         >>> from tpu_kernels.compiler.chips import resolve

@@ -6,8 +6,9 @@ A job and its result are JSON objects. Kinds of jobs:
 * ``"function"``: unpickle a function with its avals, lower it for a target, and compile that.
 * ``"call"``: unpickle a function with its arguments, call it, and pickle what it returns.
 
-A result has ``"ok"``; where that is false also ``"stage"`` (``"lower"``, ``"compile"``, ``"call"``), ``"type"`` and
-``"message"`` of the exception, and ``"where"`` if a line of the author's is known.
+A result has ``"ok"``; where that is false also ``"stage"`` (``"lower"``, ``"compile"``,
+``"call"``), ``"type"`` and ``"message"`` of the exception, and ``"where"`` if a line of the
+author's is known.
 """
 
 from __future__ import annotations

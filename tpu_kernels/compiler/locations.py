@@ -1,7 +1,8 @@
 """Which line of the author's own source an error belongs to.
 
-JAX, libtpu and this package put dozens of frames between a mistake and its report; an author wants the one in
-their file. Two sources are read: Python tracebacks, and the ``loc(...)`` texts that MLIR carries along.
+JAX, libtpu and this package put dozens of frames between a mistake and its report; an author wants
+the one in their file. Two sources are read: Python tracebacks, and the ``loc(...)`` texts that MLIR
+carries along.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tpu_kernels import _compat_jax
 _LOC_FRAME = re.compile(r'"(?P<file>[^"]+)":(?P<line>\d+):\d+')
 _BODY_AT = re.compile(r" at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
-# Layers of this package that only pass a kernel along; `tpu_kernels/ops` is not among them: its authors want
-# their lines as anybody else does.
+# Layers of this package that only pass a kernel along; `tpu_kernels/ops` is not among them: its
+# authors want their lines as anybody else does.
 _OWN_LAYERS = (
     *("backends", "cli", "compiler", "dsl", "integrations", "registry", "tuning", "verify"),
     *("config.py", "errors.py", "_compat_jax.py", "_compat_torch.py"),
@@ -94,7 +95,8 @@ def is_authors(file: str) -> bool:
         file: Path, or a pseudo-name such as ``<ipython-input-3>``.
 
     Returns:
-        True for the author's files and notebook cells; a kernel under ``tpu_kernels/ops`` counts as its author's.
+        True for the author's files and notebook cells; a kernel under ``tpu_kernels/ops`` counts as
+        its author's.
 
     Example:
         >>> is_authors("/home/ann/kernels/softmax.py"), is_authors(__import__("json").__file__)
@@ -105,18 +107,35 @@ def is_authors(file: str) -> bool:
     if _is_plumbing(file):
         return False
     for root in _foreign_roots():
-        # site-packages lies below the standard library's folder, and the author's code may be installed.
+        # site-packages lies below the standard library's folder, and the author's code may be
+        # installed.
         rest = file.removeprefix(root + "/")
         if rest != file and not _INSTALLED.search("/" + rest):
             return False
     return True
 
 
+def is_installed(file: str) -> bool:
+    """Tell whether a source file belongs to an installed distribution.
+
+    Args:
+        file: Path.
+
+    Returns:
+        True below a ``site-packages`` or ``dist-packages`` folder.
+
+    Example:
+        >>> is_installed("/usr/lib/python3/dist-packages/flash/kernel.py")
+        True
+    """
+    return _INSTALLED.search(file) is not None
+
+
 def from_exception(error: BaseException) -> SourceLine | None:
     """Find the innermost line of the author's in an exception and what it was raised from.
 
-    JAX chains the place where an operation was traced as the exception's cause; that place is where the author
-    wrote it, while the exception's own traceback ends in the lowering.
+    JAX chains the place where an operation was traced as the exception's cause; that place is where
+    the author wrote it, while the exception's own traceback ends in the lowering.
 
     Args:
         error: The exception, with its traceback.
@@ -147,7 +166,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _beyond_plumbing(traceback: TracebackType | None) -> list[SourceLine]:
-    """Frames below the last one of this package: above it stands who called us, not who wrote the kernel."""
+    """Frames below the last one of this package; above it stands who called, not who wrote."""
     lines: list[SourceLine] = []
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
@@ -163,7 +182,8 @@ def from_location(text: str) -> SourceLine | None:
     """Find the author's line in an MLIR location.
 
     Args:
-        text: Such as ``loc("get:"("body"("k.py":20:15 to :21)))``, innermost frame first, alone or in a message.
+        text: Such as ``loc("get:"("body"("k.py":20:15 to :21)))``, innermost frame first, alone or
+            in a message.
 
     Returns:
         The innermost frame that is the author's, or None.

@@ -1,8 +1,9 @@
 """From a Python function to the program that the TPU compiler takes, on any machine.
 
-Lowering runs in this process and needs neither a TPU nor libtpu: JAX is told about the target by an abstract mesh,
-so a kernel that asks `pltpu.get_tpu_info()` sees the target's figures. Mistakes in the author's Python surface
-here, with their tracebacks; what only the compiler can refuse comes later.
+Lowering runs in this process and needs neither a TPU nor libtpu: JAX is told about the target by an
+abstract mesh, so a kernel that asks `pltpu.get_tpu_info()` sees the target's figures. Mistakes in
+the author's Python surface here, with their tracebacks; what only the compiler can refuse comes
+later.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class KernelSite:
 
 @dataclass(frozen=True)
 class Program:
-    """A function lowered for a target: what the compiler gets and what a cache entry is named after.
+    """A function lowered for a target: what the compiler gets and what a cache entry is named
+    after.
 
     Attributes:
         text: StableHLO with source locations.
@@ -88,7 +90,8 @@ def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Progr
         The lowered program.
 
     Raises:
-        Exception: Whatever tracing or lowering raises, unchanged; `locations.from_exception` finds its line.
+        Exception: Whatever tracing or lowering raises, unchanged; `locations.from_exception` finds
+            its line.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,7 +107,8 @@ def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Progr
         device_kind=chip.device_kind, num_cores=chip.cores_per_device, platform="tpu"
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    # Lowering asks for a default device, and without one JAX would start every backend that it finds.
+    # Lowering asks for a default device, and without one JAX would start every backend that it
+    # finds.
     with jax.default_device(_compat_jax.cpu_device()), jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("tpu",))
     text = lowered.as_text(debug_info=True)

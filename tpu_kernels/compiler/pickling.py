@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
+
+from tpu_kernels.compiler import locations
 
 _lock = threading.Lock()  # by-value registration is global to cloudpickle
 
@@ -17,8 +19,8 @@ _lock = threading.Lock()  # by-value registration is global to cloudpickle
 def dumps(value: Any) -> bytes | None:
     """Pickle a value with the code of what a fresh process could not import.
 
-    Functions of ``__main__`` (scripts and notebooks) travel by value, and so do those of modules that only this
-    process can find: test files and modules that were loaded from a path.
+    Functions of ``__main__`` (scripts and notebooks) travel by value, and so do those of modules
+    that only this process can find: test files and modules that were loaded from a path.
 
     Args:
         value: Functions, closures, data.
@@ -42,8 +44,8 @@ def dumps(value: Any) -> bytes | None:
             cloudpickle.dump(value, stream)
             return stream.getvalue()
         except Exception:
-            # Pickling runs the `__reduce__` of arbitrary objects, which may raise anything; the caller then
-            # works in its own process.
+            # Pickling runs the `__reduce__` of arbitrary objects, which may raise anything; the
+            # caller then works in its own process.
             return None
         finally:
             for module in registered:
@@ -56,31 +58,22 @@ def import_path() -> list[str]:
 
 
 def _unimportable() -> Iterator[ModuleType]:
+    """Modules of the author's that a fresh process with our search path would not find."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
+        if not isinstance(file, str) or name != getattr(module, "__name__", None):
             continue
-        spec = getattr(module, "__spec__", None)
-        # What the import system found by its path entries has a parent or lies directly on one of them.
-        if spec is not None and _on_path(name, file):
+        # `__main__` travels by value anyway, and libraries are installed for every process.
+        if name == "__main__" or not locations.is_authors(file) or locations.is_installed(file):
             continue
-        yield module
+        if not _importable(name, file):
+            yield module
 
 
-def _on_path(name: str, file: str) -> bool:
-    top = name.partition(".")[0]
-    package = sys.modules.get(top)
-    if package is None:
+def _importable(name: str, file: str) -> bool:
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
         return False
-    if top != name:
-        # A submodule is found through its package.
-        return getattr(package, "__path__", None) is not None and _on_path_top(top)
-    return _on_path_top(top, file)
-
-
-def _on_path_top(top: str, file: str | None = None) -> bool:
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and (file is None or spec.origin in (None, file))
+    spec = PathFinder.find_spec(name, path)
+    return spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file)

@@ -1,8 +1,9 @@
 """A pool of compile workers: warm, bounded, each job with a time and a memory limit.
 
-Whatever a job does, hang, abort or eat all memory, its worker is ended and replaced and the job's outcome says so.
-Nothing outlives its use: idle workers are ended after a while, all of them at exit, when the last `worker_pool`
-scope closes, and when an exception (Ctrl-C included) leaves a running `Pool.run_all`.
+Whatever a job does, hang, abort or eat all memory, its worker is ended and replaced and the job's
+outcome says so. Nothing outlives its use: idle workers are ended after a while, all of them at
+exit, when the last `worker_pool` scope closes, and when an exception (Ctrl-C included) leaves a
+running `Pool.run_all`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Pool:
     """Worker processes, started when needed and reused.
 
     Args:
-        max_workers: How many may run at once; by default one per core, and no more than fit into memory.
+        max_workers: How many may run at once; by default one per core, and no more than fit into
+            memory.
         idle_s: Seconds after which unused workers are ended.
     """
 
@@ -133,8 +135,8 @@ class Pool:
             jobs: The jobs.
 
         Yields:
-            Index and outcome of each job, in the order in which they end. Leaving the loop early ends what still
-            runs.
+            Index and outcome of each job, in the order in which they end. Leaving the loop early
+            ends what still runs.
         """
         waiting = deque(enumerate(jobs))
         running: dict[WorkerProcess, _Running] = {}
@@ -247,7 +249,7 @@ class Pool:
 
 
 def default_workers() -> int:
-    """Return how many workers this machine takes: one per usable core, and no more than fit into free memory."""
+    """Return how many workers this machine takes: one per core, if they fit into free memory."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -28,8 +28,8 @@ class CompileReport:
 
     Attributes:
         status: One of `STATUSES`. ``"invalid"`` is a mistake in the program that no target accepts,
-            ``"unsupported"`` something that this generation lacks, ``"vmem"`` a kernel that needs too much vector
-            memory, ``"unavailable"`` a machine without the compiler.
+            ``"unsupported"`` something that this generation lacks, ``"vmem"`` a kernel that needs
+            too much vector memory, ``"unavailable"`` a machine without the compiler.
         target: Name of the target.
         kernel: Name of the kernel or function.
         seconds: Time in the compiler.
@@ -84,7 +84,7 @@ class CompileReport:
         """The report for people: a first line with the verdict, then place, hint and figures.
 
         Example:
-            >>> print(CompileReport("ok", "v6e", "tpu::f", seconds=1.5, hbm_temp_bytes=2 << 20).text)
+            >>> print(CompileReport("ok", "v6e", "tpu::f", seconds=1.5, hbm_temp_bytes=2 << 20))
             tpu::f on v6e: ok (compiles), 1.5 s
               HBM: temporaries 2.0 MiB
         """

@@ -1,8 +1,9 @@
 """Results of compilations on disk, found again by content.
 
-One file for each result, named by a hash of everything that decides it: the program without its source locations,
-target, compiler version, compiler options and the format of the report. Files are written atomically, so any number of processes
-may share the folder; a damaged file is reported once and written anew.
+One file for each result, named by a hash of everything that decides it: the program without its
+source locations, target, compiler version, compiler options and the format of the report. Files are
+written atomically, so any number of processes may share the folder; a damaged file is reported once
+and written anew.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ResultCache:
             options: Compiler options in force.
 
         Returns:
-            The stored report, marked as cached, or None. A stored failure counts only while the source
-            locations are the same, since it names a line.
+            The stored report, marked as cached, or None. A stored failure counts only while the
+            source locations are the same, since it names a line.
         """
         path = self._path(program.digest, program.target.topology_name, options)
         try:

@@ -41,6 +41,6 @@ def why_unavailable() -> tuple[str, str] | None:
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return (
             f"the TPU compiler exists for Linux x86-64 only, and this machine is {machine}",
-            "run the check on a Linux x86-64 machine, such as a CI runner; everything else works here",
+            "run the check on a Linux x86-64 machine, such as a CI runner; all else works here",
         )
     return ("the TPU compiler (libtpu) is not installed", INSTALL_COMMAND)

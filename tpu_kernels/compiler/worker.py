@@ -1,9 +1,10 @@
 """A compile worker: a process that takes jobs until its parent goes away.
 
-libtpu keeps global state, takes lock files, writes to standard error and ends the process when it meets something
-that it did not expect; so does code under tuning. All of that stays in here. Start it with
-``python -m tpu_kernels.compiler.worker FOLDER``; it reads one JSON object per line from standard input and answers
-one per line on standard output. Payloads lie in files of FOLDER, which belongs to this worker alone.
+libtpu keeps global state, takes lock files, writes to standard error and ends the process when it
+meets something that it did not expect; so does code under tuning. All of that stays in here. Start
+it with ``python -m tpu_kernels.compiler.worker FOLDER``; it reads one JSON object per line from
+standard input and answers one per line on standard output. Payloads lie in files of FOLDER, which
+belongs to this worker alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
         Exit status.
     """
     folder = Path(arguments[0])
-    # Answers go to the pipe that was standard output; whatever libtpu or a candidate prints goes to the log.
+    # Answers go to the pipe that was standard output; whatever libtpu or a candidate prints goes to
+    # the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -49,7 +51,8 @@ def main(arguments: list[str]) -> int:
         try:
             result = jobs.run(job, folder)
         except BaseException as error:
-            # Even SystemExit of a candidate is a result: the parent must hear of it, and the worker goes on.
+            # Even SystemExit of a candidate is a result: the parent must hear of it, and the worker
+            # goes on.
             result = {
                 "ok": False,
                 "stage": "worker",
@@ -62,10 +65,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _listen(lines: queue.SimpleQueue[str], parent: int) -> None:
-    """Pass on lines of standard input; end the process when the parent is gone, whatever the main thread does.
+    """Pass on lines of standard input; end the process when the parent is gone, whatever the main
+    thread does.
 
-    The parent's death closes the pipe, unless a process that the parent forked still holds it; hence the check of
-    the parent's id as well.
+    The parent's death closes the pipe, unless a process that the parent forked still holds it;
+    hence the check of the parent's id as well.
     """
     pending = b""
     while True:

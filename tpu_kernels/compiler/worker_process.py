@@ -49,8 +49,8 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=_environment(self.folder),
-                # A group of its own: Ctrl-C in the terminal reaches the parent only, which then ends the worker
-                # together with whatever the worker has started.
+                # A group of its own: Ctrl-C in the terminal reaches the parent only, which then
+                # ends the worker together with whatever the worker has started.
                 start_new_session=True,
             )
         os.set_blocking(self.fileno(), False)
@@ -127,7 +127,7 @@ class WorkerProcess:
         return text.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """End the process and all that it started, and remove its folder; harmless when it is gone already."""
+        """End the process and all that it started, and remove its folder, if not done already."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -155,7 +155,7 @@ class WorkerProcess:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Variables for a worker: libtpu must neither look for a TPU nor for a cloud machine's metadata server."""
+    """Variables for a worker: libtpu shall look neither for a TPU nor for a metadata server."""
     flags = [os.environ.get("LIBTPU_INIT_ARGS", ""), artifacts.libtpu_flags(folder / DUMP_FOLDER)]
     return {
         **os.environ,
@@ -165,9 +165,11 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "TMPDIR": str(folder),
         "TPU_ACCELERATOR_TYPE": "v6e-4",  # any valid one: the topology of each compilation decides
+        "TPU_LOG_DIR": "disabled",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_STDERR_LOG_LEVEL": "3",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        # Helper threads beyond the cores only fight each other: the pool runs as many workers as there are cores.
+        # Helper threads beyond the cores only fight each other: the pool runs as many workers as
+        # there are cores.
         "OMP_NUM_THREADS": "1",
     }
