@@ -22,9 +22,7 @@ _MIB = 1 << 20
 # Cycles that a grid step costs besides its work: the pipeline's control flow and a DMA start per
 # window.
 _STEP_CYCLES = 100.0
-_F32_PASSES = (
-    3  # bf16 passes that a float32 product takes on the matrix unit, between fast and exact
-)
+_F32_PASSES = 3  # bf16 passes of a float32 product, between the fast and the exact setting
 _MATRIX_KINDS = {"float32": "f32", "int8": "int8", "uint8": "int8", "float8": "fp8", "int4": "int4"}
 
 
@@ -85,7 +83,7 @@ class PallasModel:
         return sum(w.bytes * w.fetches for w in self.windows)
 
     def cycles(self, chip: Chip) -> float:
-        """Roofline of the call, in cycles of a chip: the larger of matrix and memory time, plus steps.
+        """Roofline of the call, in cycles of a chip: matrix or memory time, plus the steps'.
 
         It knows nothing of how well the compiler schedules a step: good for an order of magnitude.
         """
