@@ -5,12 +5,13 @@ from __future__ import annotations
 from tpu_kernels.compiler.chips import Chip, Target, chips, resolve
 from tpu_kernels.compiler.compile import Request, compile_all, compile_function
 from tpu_kernels.compiler.pool import shutdown, worker_pool
-from tpu_kernels.compiler.report import CompileReport
+from tpu_kernels.compiler.report import CompileReport, CompileReports
 from tpu_kernels.compiler.versions import jax_version, libtpu_version, why_unavailable
 
 __all__ = [
     "Chip",
     "CompileReport",
+    "CompileReports",
     "Request",
     "Target",
     "chips",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kernels.compiler import artifacts, locations
+from tpu_kernels.errors import KernelError
 
 DUMP_FOLDER = "llo"
 
@@ -135,6 +136,8 @@ def failure(stage: str, error: BaseException) -> dict[str, Any]:
         A result that is not ok.
     """
     place = locations.from_exception(error)
+    while isinstance(error, KernelError) and error.__cause__ is not None:
+        error = error.__cause__  # the catalogue knows the words of JAX, not ours for them
     return {
         "ok": False,
         "stage": stage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +160,47 @@ class CompileReport:
 
     def __str__(self) -> str:
         return self.text
+
+
+class CompileReports(Mapping[str, CompileReport]):
+    """Reports of one program for several targets.
+
+    Args:
+        reports: Report by name of the target.
+    """
+
+    def __init__(self, reports: Mapping[str, CompileReport]) -> None:
+        self._reports = dict(reports)
+
+    def __getitem__(self, target: str) -> CompileReport:
+        return self._reports[target]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reports)
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program compiles for every target."""
+        return all(report.ok for report in self._reports.values())
+
+    @property
+    def text(self) -> str:
+        """All reports for people, one after the other."""
+        return "\n".join(report.text for report in self._reports.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all reports as plain data, by target."""
+        return {target: report.to_dict() for target, report in self._reports.items()}
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        statuses = {target: report.status for target, report in self._reports.items()}
+        return f"CompileReports({statuses})"
 
 
 def mib(size: int) -> str:

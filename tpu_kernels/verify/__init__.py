@@ -1,0 +1,3 @@
+"""Does a kernel compile, and does it compute what it should?"""
+
+from __future__ import annotations

@@ -1,0 +1,191 @@
+"""`compile`: what the real TPU compiler says about a kernel or function, for any targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, overload, runtime_checkable
+
+import torch
+
+from tpu_kernels.compiler import (
+    CompileReport,
+    CompileReports,
+    Request,
+    Target,
+    compile_all,
+    resolve,
+)
+from tpu_kernels.dsl import dtypes, source
+from tpu_kernels.errors import ArgumentError, DTypeError
+
+
+@runtime_checkable
+class Bindable(Protocol):
+    """What `compile` needs of a registered kernel."""
+
+    @property
+    def name(self) -> str:
+        """Its operator's name."""
+
+    def bind(self, *args: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Fix everything but the tensors' values."""
+
+
+@dataclass(frozen=True)
+class _Traceable:
+    """A function of flat JAX arrays, ready to be lowered."""
+
+    name: str
+    fn: Callable[..., Any]
+    avals: Sequence[Any]
+    where: str | None
+
+
+@overload
+def compile(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target = ...,
+    *,
+    config: Mapping[str, Any] | None = ...,
+    timeout_s: float = ...,
+    cache: bool = ...,
+    dump: str | Path | None = ...,
+    **kwargs: Any,
+) -> CompileReport: ...
+
+
+@overload
+def compile(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    target: Sequence[str | Target],
+    *,
+    config: Mapping[str, Any] | None = ...,
+    timeout_s: float = ...,
+    cache: bool = ...,
+    dump: str | Path | None = ...,
+    **kwargs: Any,
+) -> CompileReports: ...
+
+
+def compile(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target | Sequence[str | Target] = "v6e",
+    *,
+    config: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    cache: bool = True,
+    dump: str | Path | None = None,
+    **kwargs: Any,
+) -> CompileReport | CompileReports:
+    """Compile a kernel or a JAX function with the real TPU compiler; no TPU is needed.
+
+    Args:
+        kernel: A registered kernel, or any JAX function.
+        args: Its arguments: torch tensors on any device, JAX or NumPy arrays,
+            `jax.ShapeDtypeStruct`, and scalars. Of tensors and arrays only shape and dtype count.
+        target: A chip (``"v6e"``), a chip with topology (``"v6e:2x2"``), or a sequence of them;
+            several are compiled in parallel.
+        config: Tunable parameters; by default the kernel's own choice.
+        timeout_s: Seconds that the compiler may take for one target.
+        cache: Look results up on disk first, and keep them there.
+        dump: Folder to write StableHLO, Mosaic and LLO texts to, one subfolder for each of several
+            targets. **kwargs: Keyword arguments of the kernel.
+
+    Returns:
+        The report, or a mapping from target to report where `target` is a sequence. That the
+        program does not compile is a report, not an exception.
+
+    Raises:
+        ConfigError: If a target is unknown.
+        ArgumentError: If the arguments do not fit the kernel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> report = compile(jnp.tanh, (torch.zeros(8, 128),), "v6e")
+        >>> report.status in ("ok", "unavailable")
+        True
+    """
+    if isinstance(target, (str, Target)):
+        targets = [resolve(target)]
+    else:
+        targets = [resolve(each) for each in target]
+        if not targets:
+            raise ArgumentError("no target to compile for", hint="name one, such as 'v6e'")
+    traceable = _traceable(kernel, tuple(args), config, kwargs)
+    requests = []
+    for each in targets:
+        folder = None if dump is None else Path(dump)
+        if folder is not None and len(targets) > 1:
+            folder = folder / each.topology_name.replace(":", "-")
+        request = Request(
+            fn=traceable.fn,
+            avals=traceable.avals,
+            target=each,
+            name=traceable.name,
+            where=traceable.where,
+            timeout_s=timeout_s,
+            cache=cache,
+            dump=folder,
+        )
+        requests.append(request)
+    done = dict(compile_all(requests))
+    if isinstance(target, (str, Target)):
+        return done[0]
+    return CompileReports({each.name: done[index] for index, each in enumerate(targets)})
+
+
+def _traceable(
+    kernel: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+) -> _Traceable:
+    if isinstance(kernel, Bindable):
+        bound = kernel.bind(*args, config=config, **kwargs)
+        spec_source = getattr(getattr(kernel, "spec", None), "source", None)
+        where = f"{spec_source.file}:{spec_source.line}" if spec_source is not None else None
+        return _Traceable(kernel.name, bound.function(interpret=False), bound.avals, where)
+    return _plain(kernel, args, {**kwargs, **(config or {})})
+
+
+def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Traceable:
+    """Split the arguments of a JAX function into arrays, to be traced, and fixed values."""
+    import jax
+
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    avals = [_aval(leaf, f"array {index}") for index, leaf in enumerate(leaves)]
+    arrays = [index for index, aval in enumerate(avals) if aval is not None]
+
+    def flat(*values: Any) -> Any:
+        filled = list(leaves)
+        for index, value in zip(arrays, values, strict=True):
+            filled[index] = value
+        positional, named = jax.tree.unflatten(tree, filled)
+        return fn(*positional, **named)
+
+    place = source.locate(fn)
+    inner = source.unwrap(fn)
+    name = getattr(inner, "__name__", type(inner).__name__)
+    where = f"{place.file}:{place.line}" if place.line else None
+    return _Traceable(name, flat, [avals[index] for index in arrays], where)
+
+
+def _aval(leaf: Any, what: str) -> Any:
+    """Shape and dtype of an array, None for anything else."""
+    import jax
+
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dtype in dtypes.WIDE and not jax.config.jax_enable_x64:
+            raise DTypeError(
+                f"{what} is {leaf.dtype}, which JAX would silently narrow to 32 bits",
+                hint="convert it, or enable 64-bit types in JAX (jax_enable_x64)",
+            )
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), dtypes.to_jax(leaf.dtype))
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+    return None
