@@ -26,7 +26,8 @@ def cpu_device() -> Any:
     """
     from jax._src.lib import xla_client
 
-    return xla_client.make_cpu_client(asynchronous=False).local_devices()[0]
+    client: Any = xla_client.make_cpu_client(asynchronous=False)
+    return client.local_devices()[0]
 
 
 # --- Compiler --------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def compile_for_topology(text: str, topology: str, options: Mapping[str, str]) -
     from jax.experimental import topologies
     from jax.extend.mlir import ir
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     compile_options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=1,

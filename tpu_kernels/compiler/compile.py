@@ -197,7 +197,7 @@ def _function_job(request: Request, payload: bytes) -> Job:
         "options": dict(request.options),
         "dump": _absolute(request.dump),
         "cache": str(_cache().folder) if request.cache and request.dump is None else None,
-        "x64": bool(jax.config.jax_enable_x64),
+        "x64": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         "sys_path": pickling.import_path(),
     }
     return Job(fields, payload, request.timeout_s, request.memory_bytes)

@@ -94,7 +94,8 @@ def _unpickle(job: Mapping[str, Any]) -> tuple[Any, Any]:
     for entry in job["sys_path"]:
         if entry not in sys.path:
             sys.path.append(entry)
-    return pickle.loads(Path(job["payload"]).read_bytes())
+    first, second = pickle.loads(Path(job["payload"]).read_bytes())
+    return first, second
 
 
 def _compile(text: str, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:

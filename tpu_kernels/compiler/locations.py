@@ -73,7 +73,7 @@ def _foreign_roots() -> tuple[str, ...]:
 
 @functools.cache
 def _plumbing_roots() -> tuple[str, ...]:
-    roots = []
+    roots: list[str] = []
     # The package is spread over several source folders, so each layer is asked for its own.
     package = find_spec("tpu_kernels")
     for folder in (package.submodule_search_locations or ()) if package else ():

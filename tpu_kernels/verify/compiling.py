@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 
@@ -19,18 +19,7 @@ from tpu_kernels.compiler import (
 )
 from tpu_kernels.dsl import dtypes, source
 from tpu_kernels.errors import ArgumentError, DTypeError
-
-
-@runtime_checkable
-class Bindable(Protocol):
-    """What `compile` needs of a registered kernel."""
-
-    @property
-    def name(self) -> str:
-        """Its operator's name."""
-
-    def bind(self, *args: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-        """Fix everything but the tensors' values."""
+from tpu_kernels.registry.kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -38,7 +27,7 @@ class _Traceable:
     """A function of flat JAX arrays, ready to be lowered."""
 
     name: str
-    fn: Callable[..., Any]
+    function_for: Callable[[Target], Callable[..., Any]]
     avals: Sequence[Any]
     where: str | None
 
@@ -123,7 +112,7 @@ def compile(
         if folder is not None and len(targets) > 1:
             folder = folder / each.topology_name.replace(":", "-")
         request = Request(
-            fn=traceable.fn,
+            fn=traceable.function_for(each),
             avals=traceable.avals,
             target=each,
             name=traceable.name,
@@ -145,11 +134,13 @@ def _traceable(
     config: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],
 ) -> _Traceable:
-    if isinstance(kernel, Bindable):
+    if isinstance(kernel, Kernel):
         bound = kernel.bind(*args, config=config, **kwargs)
-        spec_source = getattr(getattr(kernel, "spec", None), "source", None)
-        where = f"{spec_source.file}:{spec_source.line}" if spec_source is not None else None
-        return _Traceable(kernel.name, bound.function(interpret=False), bound.avals, where)
+
+        def function_for(target: Target) -> Callable[..., Any]:
+            return bound.function(interpret=False, target=target.chip.name)
+
+        return _Traceable(kernel.name, function_for, bound.avals, str(kernel.spec.source))
     return _plain(kernel, args, {**kwargs, **(config or {})})
 
 
@@ -172,7 +163,7 @@ def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     inner = source.unwrap(fn)
     name = getattr(inner, "__name__", type(inner).__name__)
     where = f"{place.file}:{place.line}" if place.line else None
-    return _Traceable(name, flat, [avals[index] for index in arrays], where)
+    return _Traceable(name, lambda _: flat, [avals[index] for index in arrays], where)
 
 
 def _aval(leaf: Any, what: str) -> Any:
@@ -180,7 +171,7 @@ def _aval(leaf: Any, what: str) -> Any:
     import jax
 
     if isinstance(leaf, torch.Tensor):
-        if leaf.dtype in dtypes.WIDE and not jax.config.jax_enable_x64:
+        if leaf.dtype in dtypes.WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise DTypeError(
                 f"{what} is {leaf.dtype}, which JAX would silently narrow to 32 bits",
                 hint="convert it, or enable 64-bit types in JAX (jax_enable_x64)",
