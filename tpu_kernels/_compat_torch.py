@@ -263,23 +263,22 @@ def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) ->
         from torch._dynamo.guards import get_verbose_code_parts
         from torch._dynamo.source import GlobalStateSource
 
-        def TPU_KERNELS_OVERRIDES(builder: Any, guard: Any) -> None:
-            expected = key()
-
-            def same(_: Any) -> bool:
-                return bool(key() == expected)
-
-            code = [f"tpu_kernels.overrides.active() == {expected!r}"]
-            builder._set_guard_export_info(guard, code)
-            parts = get_verbose_code_parts(code, guard)
-            builder.guard_manager.root.add_lambda_guard(same, parts, guard.user_stack)
-
         original = output_graph.OutputGraph.init_ambient_guards
 
         def init_ambient_guards(self: Any) -> None:
             on_compile()
             original(self)
-            self.guards.add(GlobalStateSource().make_guard(TPU_KERNELS_OVERRIDES))
+            expected = key()
+
+            def OVERRIDES(builder: Any, guard: Any) -> None:
+                code = [f"tpu_kernels: overrides in force == {expected!r}"]
+                builder.guard_manager.root.add_lambda_guard(
+                    lambda _: key() == expected,
+                    get_verbose_code_parts(code, guard),
+                    guard.user_stack,
+                )
+
+            self.guards.add(GlobalStateSource().make_guard(OVERRIDES))
 
         output_graph.OutputGraph.init_ambient_guards = init_ambient_guards
 

@@ -182,9 +182,10 @@ class Override:
         FLAGS.slow += self.debug
         self._uses += 1
         _alive.add(self)
-        graph.prepare()
+        graph.enter(self)
 
     def _release(self) -> None:
+        graph.leave(self)
         self._uses -= 1
         FLAGS.slow -= self.debug
         if not self._uses:
@@ -193,7 +194,7 @@ class Override:
 
     @property
     def scope(self) -> str:
-        """Where it is in force: ``"process"``, ``"thread"`` (some thread's ``with``) or ``"off"``."""
+        """Where it is in force: ``"process"``, ``"thread"`` (some ``with``) or ``"off"``."""
         if self._enabled:
             return "process"
         return "thread" if self._uses else "off"
@@ -240,9 +241,8 @@ class Override:
         if self.on_error == "fallback":
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"{self.error(text, '').problem}; falling back", RuntimeWarning, stacklevel=3
-                )
+                problem = self.error(f"{text}; falling back", hint="").problem
+                warnings.warn(problem, RuntimeWarning, stacklevel=3)
             return
         raise self.error(
             text,

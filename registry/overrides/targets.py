@@ -48,7 +48,7 @@ def resolve(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
     if packet is None:
         raise OverrideError(
             f"override({op!r}): there is no such operator",
-            hint='write it as "aten::mm", or pass torch.ops.aten.mm; dir(torch.ops.aten) lists names',
+            hint='write it as "aten::mm", or pass torch.ops.aten.mm (dir(torch.ops.aten) has all)',
         )
     if not overload:
         return _pick(packet)
