@@ -128,7 +128,11 @@ def make_plan(
 
 
 def heuristic_blocks(x: Any, y: Any, plan: Plan) -> Blocks:
-    """Blocks that every chip compiles: about square outputs, and K long enough to feed the MXU.
+    """Blocks that every chip compiles, and that re-read the operands as little as VMEM allows.
+
+    A block of the output needs `block_m + block_n` operand elements for each step in K and does
+    `block_m x block_n` multiplications with them, so large and about square is what saves HBM
+    traffic; the depth in K only has to hide the cost of a step.
 
     Args:
         x: Left operand: anything with shape and dtype.
@@ -136,13 +140,17 @@ def heuristic_blocks(x: Any, y: Any, plan: Plan) -> Blocks:
         plan: The product's orientation and dtypes.
 
     Returns:
-        Whole tiles; 12 MiB of VMEM at most for 16-bit operands, 16 MiB for float32.
+        Whole tiles that need at most 12 MiB of VMEM, which even v4 has (16 MiB in all).
     """
     m, n, k = plan.sizes(x, y)
     multiple = plan.multiples(x, y)
     wide = max(x.dtype.itemsize, y.dtype.itemsize)
-    # With few rows (decoding) the time goes into reading y: move it in few, large pieces.
-    rows, depth = (LANES, 4096 // wide) if m <= LANES else (512, 2048 // wide)
+    if m <= LANES:  # decoding: the time goes into reading y, so move it in few, large pieces
+        rows, depth = LANES, 4096 // wide
+    else:
+        # More than one pass spills more than one partial product: half the depth leaves them room.
+        one_pass = wide == 2 or plan.precision in (None, "default")
+        rows, depth = 2048 // wide, 512 if one_pass else 256
     return Blocks(
         even_block(m, rows, multiple.m),
         even_block(n, 1024, multiple.n),
@@ -181,7 +189,7 @@ def choose_blocks(x: Any, y: Any, plan: Plan) -> Blocks:
 
 
 def vmem_need(x: Any, y: Any, plan: Plan, blocks: Blocks) -> int:
-    """Bytes of VMEM that blocks take: two buffers per operand and output, the sum and a product.
+    """Bytes of VMEM that blocks take: two buffers per operand and output, and the sum.
 
     Args:
         x: Left operand: anything with shape and dtype.
@@ -197,7 +205,7 @@ def vmem_need(x: Any, y: Any, plan: Plan, blocks: Blocks) -> int:
     y_block = (n, k) if plan.transpose_y else (k, n)
     buffered = padded_bytes(x_block, x.dtype) + padded_bytes(y_block, y.dtype)
     buffered += padded_bytes((m, n), plan.out_dtype)
-    return 2 * buffered + 2 * padded_bytes((m, n), jnp.float32)
+    return 2 * buffered + padded_bytes((m, n), jnp.float32)
 
 
 def bucket_size(size: int) -> int:
