@@ -208,10 +208,10 @@ def materialize(value: Any, make: Callable[[TensorSpec], torch.Tensor]) -> Any:
 
 
 def empty_tensor(spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor with undefined contents; memory that nobody touches is never committed."""
+    """Return a tensor without contents, where only the type counts: nothing is allocated."""
     import torch
 
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
 def random_tensor(spec: TensorSpec) -> torch.Tensor:

@@ -12,14 +12,11 @@ import platform
 import re
 import sys
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 from tpu_kernels.cli.output import Output
 from tpu_kernels.config import settings
 
-NAME = "env"
-SUMMARY = "versions, devices, what works here and what is missing"
 DESCRIPTION = """\
 Print versions and devices, what works on this machine, and the command that adds what is missing.
 Nothing is initialised. Exit code 1 if a required package is missing or outside the tested range.
@@ -221,6 +218,8 @@ def _print(
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata  # slow to import; `--help` of every command imports this module
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -229,6 +228,8 @@ def _version(name: str) -> str | None:
 
 def _wanted_range(name: str) -> str:
     """The range that our own metadata declares for a package, such as ``>=2.13,<2.14``."""
+    from importlib import metadata
+
     for requirement in metadata.requires("tpu_kernels") or ():
         match = re.match(r"(?P<name>[A-Za-z0-9_.-]+)(?P<range>[^;]*)", requirement)
         if match and match["name"].lower().replace("-", "_") == name:

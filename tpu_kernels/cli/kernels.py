@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
-import importlib.util
-import pkgutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,14 +44,16 @@ def load_kernels(imports: list[str]) -> dict[str, Kernel]:
     Raises:
         ImportFailure: If one of the user's modules cannot be imported.
     """
+    import pkgutil
+
     from tpu_kernels import ops
-    from tpu_kernels.registry.kernel import all_kernels
+    from tpu_kernels.registry import naming
 
     for module in pkgutil.iter_modules(ops.__path__):
         importlib.import_module(f"{ops.__name__}.{module.name}")
     for name in imports:
         _import(name)
-    return {kernel.name: kernel for kernel in sorted(all_kernels(), key=lambda k: k.name)}
+    return dict(sorted(naming.kernels().items()))
 
 
 def find_kernel(name: str, imports: list[str]) -> Kernel:
@@ -73,6 +72,8 @@ def find_kernel(name: str, imports: list[str]) -> Kernel:
     kernels = load_kernels(imports)
     if name in kernels:
         return kernels[name]
+    import difflib
+
     similar = difflib.get_close_matches(name, kernels, n=3, cutoff=0.5)
     did_you_mean = f"did you mean {', '.join(similar)}? " if similar else ""
     raise ArgumentError(
@@ -103,10 +104,12 @@ def _import(name: str) -> None:
 
 
 def _import_file(path: Path) -> ModuleType:
-    module_spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    module_spec = spec_from_file_location(path.stem, path.resolve())
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{path} cannot be read as a Python module")
-    module = importlib.util.module_from_spec(module_spec)
+    module = module_from_spec(module_spec)
     sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
     sys.modules.setdefault(path.stem, module)
     module_spec.loader.exec_module(module)

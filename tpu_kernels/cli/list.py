@@ -11,8 +11,6 @@ from tpu_kernels.cli.output import Output
 if TYPE_CHECKING:
     from tpu_kernels.registry.kernel import Kernel
 
-NAME = "list"
-SUMMARY = "the kernels: shipped ones and, with --import, yours"
 DESCRIPTION = "List the kernels with their operator schemas. Importing them runs no kernel."
 
 

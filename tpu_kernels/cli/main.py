@@ -10,22 +10,19 @@ Exit codes, the same for every subcommand:
 - 3: an error of the tool itself; the traceback is printed.
 - 130: interrupted by Ctrl-C.
 
-Nothing heavy is imported here: ``tpu-kernels --help`` needs neither torch nor JAX.
+Only the module of the command that was asked for is imported, and none of them imports torch or JAX
+before it runs: ``--help`` and wrong usage answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
+from types import ModuleType
 
-from tpu_kernels.cli import compile as compile_command
-from tpu_kernels.cli import env as env_command
-from tpu_kernels.cli import list as list_command
-from tpu_kernels.cli import show as show_command
-from tpu_kernels.cli import tune as tune_command
 from tpu_kernels.cli.output import Output
 from tpu_kernels.errors import KernelError
 
@@ -35,7 +32,14 @@ EXIT_USAGE = 2
 EXIT_FAILURE = 3
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (list_command, show_command, compile_command, tune_command, env_command)
+# Each is the module of that name in this package: `DESCRIPTION`, `add_arguments`, `run`.
+COMMANDS = {
+    "list": "the kernels: shipped ones and, with --import, yours",
+    "show": "one kernel: parameters, gradients, source; with arguments, the config it would use",
+    "compile": "compile a kernel for TPU generations; no TPU needed",
+    "tune": "try configurations of a kernel for a target, keep the best",
+    "env": "versions, devices, what works here and what is missing",
+}
 
 EPILOG = """\
 exit codes:
@@ -59,8 +63,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, one subparser per command."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        command: The subcommand whose arguments it has to know; the others are listed only.
+    """
     parser = argparse.ArgumentParser(
         prog="tpu-kernels",
         description="Inspect, compile and tune TPU kernels for PyTorch, without a TPU.",
@@ -69,19 +77,45 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.NAME,
-            help=command.SUMMARY,
-            description=command.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
-        subparser.add_argument(
-            "--json", action="store_true", help="print one JSON document instead of tables"
-        )
-        subparser.set_defaults(run=command.run)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name == command:
+            _complete(subparser, importlib.import_module(f"tpu_kernels.cli.{name}"))
     return parser
+
+
+def _complete(parser: argparse.ArgumentParser, module: ModuleType) -> None:
+    """Give a subparser what the module of its command declares."""
+    parser.description = module.DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of tables"
+    )
+    parser.set_defaults(run=module.run)
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Parse, and let options stand between the arguments of a kernel.
+
+    argparse gives all positional words to the first place where some stand, and calls later ones
+    unrecognised.
+    """
+    options, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-") and not _is_number(word)]
+    if rest and not unknown and hasattr(options, "arguments"):
+        options.arguments = [*options.arguments, *rest]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    return options
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tpu-kernels ...
         0
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = build_parser().parse_args(argv)
+        options = _parse(build_parser(command), words)
     except SystemExit as stop:  # argparse exits by itself after --help (0) and wrong usage (2)
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     output = Output(json_wanted=options.json)
@@ -115,5 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception:
+        import traceback
+
         traceback.print_exc()
         return EXIT_FAILURE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,8 @@ class Output:
             value: What to print; values that JSON does not know are printed as their ``str``.
         """
         if self.json_wanted:
+            import json
+
             sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

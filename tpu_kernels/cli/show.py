@@ -6,8 +6,8 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from tpu_kernels.cli.arguments import add_call_arguments, call_arguments
 from tpu_kernels.cli.argspec import empty_tensor
+from tpu_kernels.cli.arguments import add_call_arguments, call_arguments
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
 from tpu_kernels.cli.list import describe
 from tpu_kernels.cli.output import Output
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tpu_kernels.dsl.spec import Parameter
     from tpu_kernels.registry.kernel import Kernel
 
-NAME = "show"
-SUMMARY = "one kernel: parameters, gradients, source; with arguments, the config it would use"
 DESCRIPTION = """\
 Show what is known of a kernel. With the arguments of a call, show which configuration that call
 would use, and why.
