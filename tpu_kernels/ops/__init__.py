@@ -1,0 +1,21 @@
+"""The shipped kernels; importing this package registers them as ``torch.ops.tpu.*``.
+
+One module per family, each with the same roles in the same order: reference, kernel body, launcher,
+backward, configs, operators. `tiles` and `precision` are what they share.
+
+Example:
+    >>> import torch
+    >>> import tpu_kernels.ops
+    >>> torch.ops.tpu.matmul(torch.ones(2, 3), torch.ones(3, 4)).shape
+    torch.Size([2, 4])
+"""
+
+from __future__ import annotations
+
+from tpu_kernels import backends
+
+backends.ready()  # the operators' implementations, before the operators
+
+from tpu_kernels.ops.matmul import bmm, matmul  # noqa: E402
+
+__all__ = ["bmm", "matmul"]

@@ -23,45 +23,47 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_kernels.ops.matmul_plan import Plan, choose_blocks, make_plan, vmem_need
+from tpu_kernels.ops.matmul_plan import (
+    CONFIGS,
+    Plan,
+    bucket,
+    choose_blocks,
+    fits,
+    make_plan,
+    vmem_need,
+)
 from tpu_kernels.ops.precision import Contraction, dot
 from tpu_kernels.ops.tiles import vmem_limit
+from tpu_kernels.registry.decorator import tpu_kernel
 
 # Reference ----------------------------------------------------------------------------------------
 
 
 def reference(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    transpose_x: bool = False,
-    transpose_y: bool = False,
-    **_: Any,
-) -> jax.Array:
-    """The product by XLA, in float32 at full precision.
+    x: torch.Tensor, y: torch.Tensor, transpose_x: bool = False, transpose_y: bool = False
+) -> torch.Tensor:
+    """The product by PyTorch, accumulated in float32.
 
     Args:
         x: [..., M, K], or [..., K, M] with `transpose_x`.
         y: [..., K, N], or [..., N, K] with `transpose_y`.
         transpose_x: `x` is stored transposed.
         transpose_y: `y` is stored transposed.
-        **_: Options of the kernel that do not change what it computes.
 
     Returns:
         [..., M, N] in the promoted dtype of `x` and `y`.
 
     Example:
-        >>> reference(jnp.ones((2, 3)), jnp.ones((4, 3)), transpose_y=True).shape
-        (2, 4)
+        >>> reference(torch.ones(2, 3), torch.ones(4, 3), transpose_y=True).shape
+        torch.Size([2, 4])
     """
-    out_dtype = jnp.promote_types(x.dtype, y.dtype)
-    x = jnp.swapaxes(x, -1, -2) if transpose_x else x
-    y = jnp.swapaxes(y, -1, -2) if transpose_y else y
-    wide = jnp.matmul(x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
-    return wide.astype(out_dtype)
+    left = x.mT if transpose_x else x
+    right = y.mT if transpose_y else y
+    return torch.matmul(left.float(), right.float()).to(torch.promote_types(x.dtype, y.dtype))
 
 
 # Kernel body --------------------------------------------------------------------------------------
@@ -250,7 +252,17 @@ _product.defvjp(_product_forward, _product_backward)
 
 # Operators ----------------------------------------------------------------------------------------
 
+_operator = functools.partial(
+    tpu_kernel,
+    configs=CONFIGS,
+    constraints=fits,
+    bucket=bucket,
+    reference=reference,
+    autocast=torch.bfloat16,
+)
 
+
+@_operator("tpu::matmul")
 def matmul(
     x: jax.Array,
     y: jax.Array,
@@ -286,8 +298,9 @@ def matmul(
         ConfigError: A block neither covers its dimension nor is a whole number of tiles.
 
     Example:
-        >>> matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), interpret=True)[0, 0].item()
-        3.0
+        >>> matmul(torch.ones(2, 3), torch.ones(3, 1))
+        tensor([[3.],
+                [3.]])
     """
     plan = make_plan(
         "tpu::matmul",
@@ -302,6 +315,7 @@ def matmul(
     return _product(x, y, plan)
 
 
+@_operator("tpu::bmm")
 def bmm(
     x: jax.Array,
     y: jax.Array,
@@ -336,8 +350,8 @@ def bmm(
         ConfigError: A block neither covers its dimension nor is a whole number of tiles.
 
     Example:
-        >>> bmm(jnp.ones((5, 2, 3)), jnp.ones((5, 3, 4)), interpret=True).shape
-        (5, 2, 4)
+        >>> bmm(torch.ones(5, 2, 3), torch.ones(5, 3, 4)).shape
+        torch.Size([5, 2, 4])
     """
     plan = make_plan(
         "tpu::bmm",

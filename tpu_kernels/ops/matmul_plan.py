@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tpu_kernels.errors import ArgumentError, ConfigError, DTypeError
 from tpu_kernels.ops.precision import check_precision
-from tpu_kernels.ops.tiles import LANES, MIB, even_block, padded_bytes, sublanes
+from tpu_kernels.ops.tiles import LANES, MIB, even_block, padded_bytes, round_up, sublanes
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -208,17 +209,64 @@ def vmem_need(x: Any, y: Any, plan: Plan, blocks: Blocks) -> int:
     return 2 * buffered + padded_bytes((m, n), jnp.float32)
 
 
-def bucket_size(size: int) -> int:
-    """The size whose tuned blocks serve `size`: the next power of two, at least one lane row.
+def fits(
+    x: Any,
+    y: Any,
+    block_m: int | None,
+    block_n: int | None,
+    block_k: int | None,
+    transpose_x: bool = False,
+    transpose_y: bool = False,
+) -> bool | str:
+    """Whether the autotuner should try a config on these operands.
 
     Args:
-        size: Length of a dimension, in elements.
+        x: Left operand: anything with shape and a NumPy dtype, or a torch tensor.
+        y: Right operand.
+        block_m: The candidate's block, None for the heuristic's.
+        block_n: As `block_m`.
+        block_k: As `block_m`.
+        transpose_x: `x` is stored transposed.
+        transpose_y: `y` is stored transposed.
 
     Returns:
-        A power of two.
+        True, or why not in one line.
+    """
+    x, y = _abstract(x), _abstract(y)
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    asked = (block_m, block_n, block_k)
+    plan = Plan("tpu::matmul", transpose_x, transpose_y, dtype, blocks=asked)
+    try:
+        blocks = choose_blocks(x, y, plan)
+    except ConfigError as error:
+        return error.problem
+    for name, block, wanted, size in zip("mnk", blocks, asked, plan.sizes(x, y), strict=True):
+        if wanted is not None and wanted >= 2 * round_up(size, LANES):
+            return f"block_{name}={wanted} is the same as {block} here, and smaller ones are tried"
+    need = vmem_need(x, y, plan, blocks)
+    if need > VMEM_BUDGET:
+        return f"needs {need / MIB:.0f} MiB of VMEM, more than {VMEM_BUDGET // MIB} MiB"
+    return True
+
+
+def bucket(x: Any, y: Any) -> tuple[int, ...]:
+    """The sizes whose tuned blocks serve these operands, too.
+
+    Args:
+        x: Left operand: anything with a shape.
+        y: Right operand.
+
+    Returns:
+        Every size rounded up to a power of two, to 128 at least.
 
     Example:
-        >>> bucket_size(3), bucket_size(1000), bucket_size(1024)
-        (128, 1024, 1024)
+        >>> bucket(jnp.ones((3, 1000)), jnp.ones((1000, 1024)))
+        (128, 1024, 1024, 1024)
     """
-    return max(LANES, 1 << max(size - 1, 0).bit_length())
+    return tuple(max(LANES, 1 << (size - 1).bit_length()) for size in (*x.shape, *y.shape))
+
+
+def _abstract(operand: Any) -> Any:
+    """Shape and NumPy dtype of an operand, which may be a torch tensor."""
+    name = str(operand.dtype).removeprefix("torch.")
+    return jax.ShapeDtypeStruct(tuple(operand.shape), jnp.dtype(name))
