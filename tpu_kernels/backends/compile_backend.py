@@ -30,7 +30,7 @@ graph_passes: list[Callable[[GraphModule, Sequence[Any]], None]] = []
 # that an overridden operator is still one node when `lower_graph` sees it.
 decompositions: dict[OpOverload, Callable[..., Any]] = {}
 
-# Options of TorchTPU's backend that change how it compiles, not what is computed. They are accepted,
+# Options of TorchTPU's backend that change how it compiles, not what is computed; accepted,
 # so that a program needs no branch, and change nothing here.
 IGNORED_OPTIONS = frozenset(
     {"serializable", "debug_callback", "num_dynamic_buckets", "bucket_size"}

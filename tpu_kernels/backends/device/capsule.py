@@ -64,7 +64,10 @@ def mark_cpu(capsule: Any) -> None:
 
 def wrap(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor's memory as a device tensor; `to_tpu` for kernels, without lazy bits."""
-    capsule = to_dlpack(tensor)
+    try:
+        capsule = to_dlpack(tensor)
+    except RuntimeError as error:
+        raise _without_memory(tensor, error) from error
     field = _int32_at(_uint64_at(id(capsule) + 16).value + 8)
     if field.value != 1:
         raise _foreign(field.value)
@@ -80,6 +83,16 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
         raise _foreign(field.value)
     field.value = 1
     return from_dlpack(capsule)
+
+
+def _without_memory(tensor: torch.Tensor, error: RuntimeError) -> Exception:
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        return error
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    return NotImplementedError(
+        f"the simulated tpu device has no {kind} tensors, as TPUs have none; use dense ones, or "
+        "keep this part on the CPU"
+    )
 
 
 def _foreign(device_type: int) -> DeviceError:

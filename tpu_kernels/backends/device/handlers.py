@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels._compat_torch import key_set, redispatcher, registered_operators
-from tpu_kernels.backends.device.capsule import to_cpu, unwrap, wrap
+from tpu_kernels.backends.device.capsule import to_cpu, to_tpu, unwrap, wrap
 
 CPU_KEYS = key_set("CPU")
 _CPU_DEVICE = torch.device("cpu")
@@ -34,6 +34,9 @@ _pack_padded_sequence _ctc_loss _fused_adamw_ _fused_adam_ _fused_sgd_ _fused_ad
 repeat_interleave is_same_size tensor_split
 """
 TAKES_CPU_TENSORS = frozenset(_TAKES_CPU_TENSORS.split())
+
+# Families whose CPU kernels may return a lazily conjugated result.
+_RETURNS_LAZY_BITS = ("linalg", "lu_", "cholesky", "triangular", "ormqr", "fft", "svd", "lstsq")
 
 
 def mixed_devices() -> RuntimeError:
@@ -176,13 +179,9 @@ class _Source:
     def __init__(self, operator: OpOverload) -> None:
         self.operator = operator
         self.schema = operator._schema
-        lazy = (
-            self.schema.name
-            + ("." if self.schema.overload_name else "")
-            + (self.schema.overload_name)
-        )
         lenient = operator._opname in TAKES_CPU_TENSORS
-        keeps_bits = lazy in _keeps_lazy_bits()
+        keeps_bits = operator.name() in _keeps_lazy_bits()
+        returns_bits = any(part in operator._opname for part in _RETURNS_LAZY_BITS)
         self.environment: dict[str, Any] = {
             "redispatch_": redispatcher(operator),
             "operator_": operator,
@@ -192,7 +191,7 @@ class _Source:
             "input_": _lazy_input if keeps_bits else _lenient_input if lenient else _input,
             "written_": _lazy_written if keeps_bits else _written,
             "out_": _output_argument,
-            "wrap_": wrap,
+            "wrap_": to_tpu if returns_bits else wrap,
             "adopt_": adopt,
         }
         self.body: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import threading
 import warnings
@@ -92,6 +93,8 @@ def install() -> None:
             _failure = f"an earlier attempt failed: {error}"
             raise
         _installed = True
+        # Loaded by name: it lies above this module, and only its registration is wanted.
+        importlib.import_module("tpu_kernels.backends.compile_backend")
         for hook in list(on_install):
             hook()
 

@@ -46,8 +46,8 @@ int_repr dequantize to_padded values indices
 _handlers: dict[OpOverload, Callable[..., Any]] = {}
 
 
-# Whose operators may run on the CPU's kernels. Anybody else's operator needs a kernel for the device,
-# here as on a real TPU.
+# Whose operators may run on the CPU's kernels. Anybody else's operator needs a kernel for the
+# device, here as on a real TPU.
 _OWN_NAMESPACES = frozenset(
     ("aten", "prims", "prim", "profiler", "inductor", "c10d", "_c10d_functional", "rngprims")
 )
@@ -59,8 +59,8 @@ def _fallback(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         if operator.namespace not in _OWN_NAMESPACES:
             raise NotImplementedError(
                 f"the operator '{operator.name()}' has no kernel for the device 'tpu'\n"
-                f"  hint: register one, with @tpu_kernel or with torch.library.impl('{operator.name()}', "
-                "'tpu'); its CPU kernel is not used, since a real TPU could not use it either"
+                "  hint: register one, with @tpu_kernel or with torch.library.impl(..., 'tpu'); "
+                "its CPU kernel is not used, since a real TPU could not use it either"
             )
         handler = _handlers[operator] = make_handler(operator)
     return handler(*args, **kwargs)

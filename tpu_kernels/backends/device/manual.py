@@ -65,6 +65,19 @@ def _empty_strided(
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_CPU))
 
 
+@_implements("aten::_efficientzerotensor")
+def _zeros(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    # torch's zero tensors have no memory, which is what a device tensor here is made of.
+    return wrap(torch.zeros(size, dtype=dtype, device=_CPU))
+
+
 def _refuse_layout(layout: torch.layout | None) -> None:
     if layout is not None and layout is not torch.strided:
         raise NotImplementedError(
