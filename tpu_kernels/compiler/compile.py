@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_kernels.compiler import artifacts, jobs, pickling
+from tpu_kernels.compiler import artifacts, jobs, locations, pickling
 from tpu_kernels.compiler.chips import Target, resolve
 from tpu_kernels.compiler.diagnose import diagnose
 from tpu_kernels.compiler.pool import Job, Outcome, shared_pool
@@ -245,6 +245,9 @@ def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> C
     message = result["message"]
     found = diagnose(message, request.target, error_type=result["type"])
     where, source_line = result.get("where"), result.get("source_line")
+    if where is not None and not source_line:
+        # A notebook cell's text is known in this process only.
+        source_line = locations.parse(where).text
     if where is None:
         kernel = _kernel_of(message, lowered.kernels)
         where, source_line = kernel.get("where"), kernel.get("source_line")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -72,10 +73,20 @@ class Diagnosis:
     limit_bytes: int | None = None
 
 
+def _text() -> str:
+    return resources.files(__package__).joinpath("diagnoses.json").read_text(encoding="utf-8")
+
+
+@functools.cache
+def catalogue_digest() -> str:
+    """Return a hash of the catalogue: stored diagnoses are out of date when it changes."""
+    return hashlib.blake2b(_text().encode(), digest_size=8).hexdigest()
+
+
 @functools.cache
 def catalogue() -> tuple[Entry, ...]:
     """Return the catalogue, in the order in which its entries are tried."""
-    text = resources.files(__package__).joinpath("diagnoses.json").read_text(encoding="utf-8")
+    text = _text()
     return tuple(
         Entry(row["name"], re.compile(row["pattern"]), row["status"], row["message"], row["hint"])
         for row in json.loads(text)

@@ -11,7 +11,7 @@ import functools
 import linecache
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ _FOREIGN_PACKAGES = (
     "numpy",
     "helion",
     "cloudpickle",
+    "pytest",
     "_pytest",
     "pluggy",
 )
@@ -115,6 +116,23 @@ def is_authors(file: str) -> bool:
     return True
 
 
+def parse(place: str) -> SourceLine:
+    """Turn ``file:line`` back into a place.
+
+    Args:
+        place: What `str` of a `SourceLine` gives.
+
+    Returns:
+        The place.
+
+    Example:
+        >>> parse("k.py:7").line
+        7
+    """
+    file, _, line = place.rpartition(":")
+    return SourceLine(file, int(line))
+
+
 def is_installed(file: str) -> bool:
     """Tell whether a source file belongs to an installed distribution.
 
@@ -143,7 +161,12 @@ def from_exception(error: BaseException) -> SourceLine | None:
     Returns:
         The line, or None if no frame is the author's.
     """
-    for item in _chain(error):
+    chain = list(_chain(error))
+    for item in chain:
+        exact = from_location(str(item))
+        if exact is not None:
+            return exact
+    for item in chain:
         lines = [line for line in _beyond_plumbing(item.__traceback__) if is_authors(line.file)]
         if lines:
             return lines[-1]
@@ -218,15 +241,3 @@ def from_message(message: str) -> SourceLine | None:
         if is_authors(match["file"]):
             return SourceLine(match["file"], int(match["line"]))
     return None
-
-
-def innermost(candidates: Sequence[SourceLine | None]) -> SourceLine | None:
-    """Return the first place that is known, None if none is.
-
-    Args:
-        candidates: Places in order of preference.
-
-    Returns:
-        The first that is not None.
-    """
-    return next((line for line in candidates if line is not None), None)

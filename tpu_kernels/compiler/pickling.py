@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
 from typing import Any
 
 from tpu_kernels.compiler import locations
+
+_NAMELESS = "<dynamic-code>"
 
 _lock = threading.Lock()  # by-value registration is global to cloudpickle
 
@@ -41,7 +43,7 @@ def dumps(value: Any) -> bytes | None:
                 cloudpickle.register_pickle_by_value(module)
                 registered.append(module)
             stream = io.BytesIO()
-            cloudpickle.dump(value, stream)
+            _pickler(stream).dump(value)
             return stream.getvalue()
         except Exception:
             # Pickling runs the `__reduce__` of arbitrary objects, which may raise anything; the
@@ -50,6 +52,32 @@ def dumps(value: Any) -> bytes | None:
         finally:
             for module in registered:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _pickler(stream: io.BytesIO) -> Any:
+    """A pickler that keeps the file names of code, which cloudpickle drops and errors need."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType) and obj.co_filename != _NAMELESS:
+                return named_code, (obj.replace(co_filename=_NAMELESS), obj.co_filename)
+            return super().reducer_override(obj)
+
+    return Pickler(stream)
+
+
+def named_code(code: CodeType, file: str) -> CodeType:
+    """Give code its file name back; called while unpickling.
+
+    Args:
+        code: Code without a file name.
+        file: The file that it came from.
+
+    Returns:
+        The code with its file name.
+    """
+    return code.replace(co_filename=file)
 
 
 def import_path() -> list[str]:
@@ -75,5 +103,10 @@ def _importable(name: str, file: str) -> bool:
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:
         return False
-    spec = PathFinder.find_spec(name, path)
+    return any(_is_at(finder.find_spec(name, path), file) for finder in sys.meta_path)
+
+
+def _is_at(spec: ModuleSpec | None, file: str) -> bool:
+    # Not `importlib.util.find_spec`, which would answer with what this process has imported. Packages
+    # that are installed in editable mode have finders of their own, which every process has.
     return spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file)

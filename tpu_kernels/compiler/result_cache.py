@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpu_kernels.compiler.diagnose import catalogue_digest
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.compiler.versions import jax_version, libtpu_version
 from tpu_kernels.errors import CacheCorruption
@@ -100,7 +101,8 @@ class ResultCache:
             warnings.warn(CacheCorruption(f"cannot store {path}: {error}"), stacklevel=2)
 
     def _path(self, digest: str, topology: str, options: Mapping[str, str]) -> Path:
-        parts = (FORMAT, digest, topology, libtpu_version(), jax_version(), sorted(options.items()))
+        versions = (FORMAT, catalogue_digest(), libtpu_version(), jax_version())
+        parts = (*versions, digest, topology, sorted(options.items()))
         name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         return self.folder / name[:2] / f"{name}.json"
 
