@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
-from tpu_kernels import _compat_torch as compat
 from tpu_kernels.registry.overrides import composite
 from tpu_kernels.registry.overrides.chain import BUSY
+from tpu_kernels.registry.overrides.kernels import follow, kernel_of
 from tpu_kernels.registry.overrides.targets import Arity, Site
 
 if TYPE_CHECKING:
@@ -39,17 +39,13 @@ class Fallback:
             BUSY.overrides = busy
 
 
-def operator_of(impl: Function) -> OpOverload | None:
-    """The torch operator behind an implementation, if it is one or (a `Kernel`) has one."""
-    operator = getattr(impl, "op", impl)
-    return operator if isinstance(operator, OpOverload) else None
-
-
 def with_fallback(impl: Function, override: Override) -> Function:
     """The implementation as a function of the operator's arguments alone."""
-    operator = operator_of(impl)
-    if operator is not None:
-        return operator
+    kernel = kernel_of(impl)
+    if kernel is not None:
+        return follow(kernel)
+    if isinstance(impl, OpOverload):
+        return impl
     try:
         parameters = inspect.signature(impl).parameters
     except (TypeError, ValueError):  # built-in functions
@@ -62,15 +58,6 @@ def with_fallback(impl: Function, override: Override) -> Function:
         return impl(*args, **kwargs, fallback=fallback)
 
     return implementation
-
-
-def may_differentiate(impl: Function) -> bool:
-    """Whether an implementation can have a gradient of its own; a plain function always can."""
-    operator = operator_of(impl)
-    if operator is None:
-        return True
-    keys = ("Autograd", "AutogradCPU", "AutogradPrivateUse1", "CompositeImplicitAutograd")
-    return any(compat.has_kernel(operator, key) for key in keys)
 
 
 def trimmed(when: Function, takes: Arity) -> Function:

@@ -10,8 +10,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from tpu_kernels import _compat_torch as compat
 from tpu_kernels.errors import OverrideError
-from tpu_kernels.registry.overrides import adapt, names
+from tpu_kernels.registry.overrides import names
 from tpu_kernels.registry.overrides.chain import FLAGS, LOCK, current_scope, set_scope
+from tpu_kernels.registry.overrides.composite import may_differentiate
 from tpu_kernels.registry.overrides.handle import (
     Backward,
     Implementation,
@@ -116,6 +117,8 @@ def override(
 
     def make(function: Implementation) -> Override:
         op = resolve(aten_op)
+        if isinstance(function, OpOverloadPacket):
+            function = resolve(function)
         _validate(op, function, when, device, on_error, backward)
         return Override(
             op,
@@ -208,7 +211,7 @@ def _validate(
             f"gradient formula for {name} and keeps using it",
             hint="leave backward out; override the backward operator to change the gradient",
         )
-    if backward == "impl" and not adapt.may_differentiate(impl):
+    if backward == "impl" and not may_differentiate(impl):
         raise OverrideError(
             f"override({name!r}): the operator is composite, so a backward must be supplied, and "
             f"{names.name_of(impl)} has none",

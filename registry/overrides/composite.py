@@ -12,16 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from tpu_kernels import _compat_torch as compat
+from tpu_kernels.registry.autograd import NoRule
 from tpu_kernels.registry.overrides.chain import BUSY
+from tpu_kernels.registry.overrides.kernels import has_backward, kernel_of
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.overrides.handle import Override
-
-# Tells whether an implementation's own backward can be relied on for a call; None leaves it to
-# trying. The layer that knows kernels replaces it.
-own_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], bool | None]] = []
 
 
 def wants_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -40,6 +39,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def operator_of(impl: Callable[..., Any]) -> OpOverload | None:
+    """The torch operator behind an implementation, if it is one or (a `Kernel`) has one."""
+    operator = getattr(impl, "op", impl)
+    return operator if isinstance(operator, OpOverload) else None
+
+
+def may_differentiate(impl: Callable[..., Any]) -> bool:
+    """Whether an implementation can have a gradient of its own; a plain function always can."""
+    kernel = kernel_of(impl)
+    if kernel is not None:
+        return not isinstance(kernel.autograd.rule, NoRule)
+    operator = operator_of(impl)
+    if operator is None:
+        return True
+    keys = ("Autograd", "AutogradCPU", "AutogradPrivateUse1", "CompositeImplicitAutograd")
+    return any(compat.has_kernel(operator, key) for key in keys)
+
+
 def differentiable(run: Callable[..., Any], override: Override) -> Callable[..., Any]:
     """An implementation whose gradients are right, for use above autograd.
 
@@ -50,14 +67,13 @@ def differentiable(run: Callable[..., Any], override: Override) -> Callable[...,
     Returns:
         A function of the same arguments.
     """
-    from tpu_kernels.registry.overrides.adapt import may_differentiate
-
     tries_own = override.backward != "original" and may_differentiate(override.impl)
+    kernel = kernel_of(override.impl) if override.backward == "auto" else None
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
         if not wants_gradient(args, kwargs):
             return run(*args, **kwargs)
-        if not tries_own or _refuses(override, args, kwargs):
+        if not tries_own or (kernel is not None and not has_backward(kernel, args, kwargs)):
             return _borrow(override, lambda: run(*args, **kwargs), args, kwargs)
         result = run(*args, **kwargs)
         if _connected(result):
@@ -71,12 +87,6 @@ def differentiable(run: Callable[..., Any], override: Override) -> Callable[...,
         return _borrow(override, lambda: result, args, kwargs)
 
     return implementation
-
-
-def _refuses(override: Override, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return override.backward == "auto" and any(
-        knows(override.impl, args, kwargs) is False for knows in own_backward
-    )
 
 
 def _connected(result: Any) -> bool:

@@ -23,11 +23,7 @@ from tpu_kernels.registry.overrides.chain import (
     scoped_chain,
     without,
 )
-from tpu_kernels.registry.overrides.targets import DEVICE_KEYS, Site, qualified, signature
-
-# A device that has to be set up before kernels are registered for it (set by the layer that owns
-# the device): kernels that a device brings along later would replace the overrides.
-device_setup: dict[str, Callable[[], None]] = {}
+from tpu_kernels.registry.overrides.targets import Site, qualified, signature
 
 # One kernel per site, written out for the operator's own number of arguments: packing them into
 # tuples and dictionaries costs more than all the rest. `{optional}` is there only where torch may
@@ -154,8 +150,6 @@ def release(sites: list[Site]) -> None:
 
 
 def _prepare(device: str) -> None:
-    if device in device_setup:
-        device_setup[device]()
     if device == "tpu" and compat.privateuse1_name() != "tpu":
         raise OverrideError(
             'override(..., device="tpu"): there is no "tpu" device in this process yet',
@@ -180,8 +174,3 @@ def _uninstall(slot: Slot) -> None:
         compat.destroy_library(slot.library)
     compat.forget_dispatch(slot.site.op, slot.site.key)
     linecache.cache.pop(f"<override of {qualified(slot.site.op)} at {slot.site.key}>", None)
-
-
-def keys_of(device: str) -> tuple[str, str]:
-    """The backend and the autograd dispatch key of a device."""
-    return DEVICE_KEYS[device], "Autograd" + DEVICE_KEYS[device]

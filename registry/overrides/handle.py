@@ -69,6 +69,7 @@ class Override:
             debug mode.
         last_error: The last error's text.
         where: ``file:line`` of the implementation, if it has one.
+        serial: Larger for overrides made later.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Override:
         self.last_decline: str | None = None
         self.last_error: str | None = None
         self.removed = False
+        self.serial = next_serial()
         self.impl_name = names.name_of(impl)
         self.when_name = None if when is None else names.name_of(when)
         self.where = names.where(impl)

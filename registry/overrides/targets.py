@@ -61,7 +61,8 @@ def resolve(op: str | OpOverload | OpOverloadPacket) -> OpOverload:
 
 
 def _pick(packet: OpOverloadPacket) -> OpOverload:
-    names = packet.overloads()
+    # Many operators have overloads on plain numbers too, which never reach a device.
+    names = [name for name in packet.overloads() if _takes_tensors(getattr(packet, name))]
     for preferred in ("default", "Tensor"):
         if preferred in names:
             return getattr(packet, preferred)  # type: ignore[no-any-return]
@@ -72,6 +73,10 @@ def _pick(packet: OpOverloadPacket) -> OpOverload:
         f"override({packet}): none of its overloads is the obvious one",
         hint=f"name one of {', '.join(f'{packet}.{name}' for name in names)}",
     )
+
+
+def _takes_tensors(op: OpOverload) -> bool:
+    return any("Tensor" in str(a.type) for a in _arguments(op))
 
 
 def qualified(op: OpOverload) -> str:
