@@ -55,6 +55,7 @@ class Parameter:
         to_schema: Turns what a caller passed into what the schema takes (an Enum member into its name).
         from_schema: Turns what the dispatcher passed into what the kernel takes (a list into a tuple).
         tunable: Whether the toolkit chooses a value when the caller passes none.
+        none_is_default: Whether None in the schema stands for the Python default, which a schema cannot write.
         annotation: The resolved Python annotation, for messages.
     """
 
@@ -67,6 +68,7 @@ class Parameter:
     to_schema: Callable[[Any], Any] | None = None
     from_schema: Callable[[Any], Any] | None = None
     tunable: bool = False
+    none_is_default: bool = False
     annotation: Any = None
 
     @property
@@ -76,9 +78,9 @@ class Parameter:
 
     def for_kernel(self, value: Any) -> Any:
         """The value that the kernel function receives for what the dispatcher passed."""
-        if value is None or self.from_schema is None:
-            return value
-        return self.from_schema(value)
+        if value is None:
+            return self.default if self.none_is_default else None
+        return value if self.from_schema is None else self.from_schema(value)
 
 
 class ReturnKind(enum.Enum):

@@ -1,0 +1,260 @@
+"""Gradients of an operator: reverse mode, forward mode, higher orders, and transforms of `torch.func`.
+
+The Autograd kernel is written here instead of with `torch.library.register_autograd`, which raises under
+`torch.func.grad`, returns zero tangents under `torch.func.jvp` and costs more than twice as much per call.
+
+The derived backward is `jax.vjp` of the kernel's own function. Its forward operator returns the outputs and the
+residuals, that is every leaf of JAX's vjp closure that is not an input; the backward operator traces the vjp
+anew, puts the saved residuals in place of the traced ones, and XLA drops the forward that then is dead code. So no
+closure has to be carried from one program to the other, and both are ordinary operators, visible to compilers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tpu_kernels import _compat_torch
+from tpu_kernels.dsl.spec import KernelSpec
+from tpu_kernels.errors import MissingBackwardError
+from tpu_kernels.registry import custom_backward
+from tpu_kernels.registry.derivatives import Derivatives
+from tpu_kernels.registry.layout import Layout, join, split
+from tpu_kernels.registry.operator import Operator, results_of
+
+
+class Rule:
+    """How one operator is differentiated: what a forward saves, and what a backward does with it."""
+
+    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Result slots and extra tensors to save; called below autograd."""
+        raise NotImplementedError
+
+    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+        """A gradient, or None, for each flat input that needs one."""
+        raise NotImplementedError
+
+
+class Run:
+    """One differentiated call, kept by autograd until its backward.
+
+    Attributes:
+        autograd: What differentiates it.
+        layout: How the flat inputs become arguments.
+        dynamics: Dynamic scalars.
+        needs: Which flat inputs need a gradient.
+        inputs: The flat inputs; set again from what autograd saved when the backward runs.
+        structure: For each result slot: None, or the number of its tensors (-1 for a bare tensor).
+    """
+
+    def __init__(self, autograd: Autograd, layout: Layout, dynamics: list[Any]) -> None:
+        self.autograd = autograd
+        self.layout = layout
+        self.dynamics = dynamics
+        self.needs: list[bool] = []
+        self.inputs: Sequence[torch.Tensor] = ()
+        self.structure: list[int | None] = []
+        self.outputs: Sequence[torch.Tensor] = ()
+        self.saved_residuals = 0
+
+    def arguments(self) -> list[Any]:
+        """The operator's arguments in schema order."""
+        return join(self.autograd.operator.definition.parameters, self.layout, self.inputs, self.dynamics)
+
+    def call_operator(self) -> list[Any]:
+        """Run the operator itself (below autograd) and return its result slots."""
+        operator = self.autograd.operator
+        args, kwargs = positional_and_keyword(operator, self.arguments())
+        result = operator.op(*args, **kwargs)
+        slots = len(operator.definition.returns)
+        return [] if slots == 0 else [result] if slots == 1 else list(result)
+
+    def flatten_results(self, slots: Sequence[Any]) -> list[torch.Tensor]:
+        """The result slots as flat tensors (autograd knows no lists); remembers how they nest."""
+        flat: list[torch.Tensor] = []
+        self.structure = []
+        for slot in slots:
+            if slot is None:
+                self.structure.append(None)
+            elif isinstance(slot, (list, tuple)):
+                self.structure.append(len(slot))
+                flat.extend(slot)
+            else:
+                self.structure.append(-1)
+                flat.append(slot)
+        return flat
+
+    def nest_results(self, flat: Sequence[Any]) -> Any:
+        """The inverse of `flatten_results`, as the operator returns it."""
+        items = iter(flat)
+        slots: list[Any] = []
+        for count in self.structure:
+            if count is None:
+                slots.append(None)
+            else:
+                slots.append(next(items) if count == -1 else [next(items) for _ in range(count)])
+        return results_of(slots)
+
+
+class Autograd:
+    """The Autograd kernel of an operator.
+
+    Args:
+        operator: What is differentiated.
+        policy: ``"jax"`` (save residuals), ``"recompute"``, ``"reference"`` or None.
+        spec: The kernel, if its reference is to be differentiated.
+    """
+
+    def __init__(self, operator: Operator, policy: str | None, spec: KernelSpec | None = None) -> None:
+        self.operator = operator
+        self.policy = policy
+        self.derivatives = Derivatives(operator, save_residuals=policy != "recompute")
+        self.rule: Rule = JaxRule(self.derivatives) if policy in ("jax", "recompute") else NoRule()
+        if policy == "reference" and spec is not None:
+            self.rule = custom_backward.ReferenceRule(spec)
+        function = operator_function()
+        operator.library.impl(operator.opname, self._kernel(function), "Autograd", with_keyset=True)
+
+    def use(self, fn: Callable[..., Mapping[str, Any]], spec: KernelSpec) -> None:
+        """Differentiate by a user's ``fn(grad, <inputs by name>)``."""
+        self.rule = custom_backward.UserRule(fn, spec)
+
+    def use_context_style(self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None) -> None:
+        """Differentiate by a user's ``backward(ctx, *grads)`` and ``setup_context(ctx, inputs, output)``."""
+        self.rule = custom_backward.ContextRule(backward, setup_context)
+
+    def destroy(self) -> None:
+        """Destroy the operators made for derivatives."""
+        self.derivatives.destroy()
+
+    def _kernel(self, function: type) -> Callable[..., Any]:
+        operator = self.operator
+        redispatch = _compat_torch.redispatcher(operator.op)
+        below = _compat_torch.after_autograd_keys()
+        parameters = operator.definition.parameters
+        tensor_indices = [i for i, p in enumerate(parameters) if p.kind.is_tensor]
+        keyword_names = [p.name for p in parameters if p.keyword_only and p.kind.is_tensor]
+        grad_enabled, forward_level = torch.is_grad_enabled, _compat_torch.forward_ad_level
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if grad_enabled() or forward_level() >= 0:
+                for i in tensor_indices:
+                    if i < len(args) and _needs_grad(args[i]):
+                        return self._differentiate(function, args, kwargs)
+                for name in keyword_names:
+                    if name in kwargs and _needs_grad(kwargs[name]):
+                        return self._differentiate(function, args, kwargs)
+                if forward_level() >= 0:
+                    return self._differentiate(function, args, kwargs)
+            return redispatch(keyset & below, *args, **kwargs)
+
+        return kernel
+
+    def _differentiate(self, function: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        arguments = self.operator.arguments(args, kwargs)
+        layout, tensors, dynamics = split(self.operator.definition.parameters, arguments)
+        run = Run(self, layout, dynamics)
+        flat = _compat_torch.apply_single_level(function, run, *tensors)
+        return run.nest_results(flat if isinstance(flat, tuple) else (flat,))
+
+
+def _needs_grad(argument: Any) -> bool:
+    if isinstance(argument, torch.Tensor):
+        return argument.requires_grad
+    return isinstance(argument, (list, tuple)) and any(isinstance(t, torch.Tensor) and t.requires_grad for t in argument)
+
+
+def positional_and_keyword(operator: Operator, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments in schema order as the dispatcher wants them."""
+    parameters = operator.definition.parameters
+    pairs = list(zip(parameters, arguments, strict=True))
+    return [a for p, a in pairs if not p.keyword_only], {p.name: a for p, a in pairs if p.keyword_only}
+
+
+class JaxRule(Rule):
+    """Reverse mode by `jax.vjp` of the operator's own program."""
+
+    def __init__(self, derivatives: Derivatives) -> None:
+        self.derivatives = derivatives
+
+    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Outputs and residuals; without residuals where a transform wants to differentiate again."""
+        plain = _compat_torch.functorch_active() or _compat_torch.forward_ad_level() >= 0
+        saves = self.derivatives.save_residuals and not plain and not run.autograd.operator.definition.mutated
+        if not saves or not self.derivatives.differentiable(run.layout, run.inputs, run.needs):
+            return run.call_operator(), ()
+        return self.derivatives.forward(run.layout, run.inputs, run.dynamics, run.needs)
+
+    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+        """Gradients by the backward operator."""
+        again = torch.is_grad_enabled()  # create_graph=True: the backward itself is differentiated, by recomputing
+        residuals = () if again else saved
+        return self.derivatives.backward(run.layout, run.inputs, run.dynamics, residuals, grads, run.needs)
+
+
+class NoRule(Rule):
+    """A kernel without backward: says so when a gradient is asked for, never drops one."""
+
+    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Outputs alone."""
+        return run.call_operator(), ()
+
+    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+        """Always raises."""
+        definition = run.autograd.operator.definition
+        raise MissingBackwardError(
+            f"kernel {definition.kernel!r} has no backward",
+            where=definition.where,
+            hint="define one with @kernel.backward, or pass backward='jax' if JAX can differentiate the kernel",
+        )
+
+
+@functools.cache
+def operator_function() -> type:
+    """The autograd function that all operators share; made on demand because its base class is private to torch."""
+    base: Any = _compat_torch.single_level_function()
+
+    class OperatorFunction(base):  # type: ignore[misc]
+        """Runs a `Run` forward below autograd, and its rule's backward."""
+
+        @staticmethod
+        def forward(ctx: Any, run: Run, *tensors: torch.Tensor) -> Any:
+            run.inputs = tensors
+            run.needs = list(ctx.needs_input_grad[1:])
+            with _compat_torch.below_autograd():
+                slots, residuals = run.autograd.rule.forward(run)
+            flat = run.flatten_results(slots)
+            kept = flat if getattr(run.autograd.rule, "wants_outputs", False) else []
+            ctx.run = run
+            run.saved_residuals = len(residuals)
+            ctx.save_for_backward(*tensors, *residuals, *kept)
+            ctx.save_for_forward(*tensors)
+            ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
+            run.inputs = ()
+            return flat[0] if len(flat) == 1 else tuple(flat)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            run: Run = ctx.run
+            saved = ctx.saved_tensors
+            count = run.layout.count
+            run.inputs = saved[:count]
+            run.needs = list(ctx.needs_input_grad[1:])
+            run.outputs = saved[count + run.saved_residuals :]
+            try:
+                wanted = iter(run.autograd.rule.backward(run, saved[count : count + run.saved_residuals], grads))
+            finally:
+                run.inputs = run.outputs = ()
+            return (None, *(next(wanted) if need else None for need in run.needs))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            run: Run = ctx.run
+            inputs = ctx.saved_tensors[: run.layout.count]
+            result = run.autograd.derivatives.tangents(run.layout, inputs, run.dynamics, tangents[1:])
+            return result[0] if len(result) == 1 else tuple(result)
+
+    return OperatorFunction

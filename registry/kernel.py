@@ -1,0 +1,245 @@
+"""`Kernel`: what `@tpu_kernel` returns, a complete torch operator made from a `KernelSpec`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpu_kernels.config import settings
+from tpu_kernels.dsl.spec import KernelSpec, Source
+from tpu_kernels.errors import KernelError
+from tpu_kernels.registry import naming, reference
+from tpu_kernels.registry.autograd import Autograd
+from tpu_kernels.registry.batching import Batching
+from tpu_kernels.registry.binding import Bound, bind
+from tpu_kernels.registry.caller import make_caller
+from tpu_kernels.registry.choice import Choices
+from tpu_kernels.registry.config_table import ConfigChoice
+from tpu_kernels.registry.operator import Definition, Operator
+from tpu_kernels.registry.programs import kernel_program
+from tpu_kernels.registry.stats import Counters, KernelStats
+
+
+class Kernel:
+    """A kernel as a torch operator; call it with torch tensors, or with JAX arrays inside JAX programs.
+
+    Made by `tpu_kernel`, not directly.
+
+    Attributes:
+        name: Qualified operator name, ``"ns::op"``.
+        spec: Everything known of the kernel.
+        op: The `torch._ops.OpOverload` behind ``torch.ops.<ns>.<op>``.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.name = spec.name
+        self.spec = spec
+        self._counters = Counters()
+        self.choices = Choices(spec)
+        self._retired_by: Source | None = None
+        answer = None if spec.reference is None else functools.partial(reference.flat_call, spec)
+        self.operator = Operator(
+            Definition(
+                name=spec.name,
+                schema=spec.schema,
+                parameters=spec.op_parameters,
+                returns=spec.returns.slots,
+                program=kernel_program(spec, self.choices.choose),
+                where=str(spec.source),
+                kernel=spec.name,
+                int64=spec.int64,
+                mutated=spec.mutates_args,
+                reference=answer,
+            ),
+            self._counters,
+        )
+        self.op: torch._ops.OpOverload = self.operator.op
+        self.autograd = Autograd(self.operator, spec.backward, None if spec.backward != "reference" else spec)
+        self.batching = Batching(self.operator, enabled=spec.vmap == "jax")
+        self._call = make_caller(spec, self.op)
+        functools.update_wrapper(self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=())
+        self.__signature__ = inspect.signature(self._call)
+
+    # ------------------------------------------------------------------ calling
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernel: on torch tensors as an operator, on JAX arrays by plain tracing."""
+        if args and isinstance(args[0], torch.Tensor):
+            return self._call(*args, **kwargs)
+        return self._call_unusual(args, kwargs)
+
+    def _call_unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(_is_jax(v) for v in (*args, *kwargs.values())):
+            return self._call_jax(args, kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call_jax(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        import jax
+
+        bound = inspect.signature(self._call).bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = {
+            p.name: value if p.kind.is_tensor else p.for_kernel(value)
+            for p, value in ((self.spec.parameter(n), v) for n, v in bound.arguments.items())
+        }
+        values.update({n: self.choices.declared[n] for n in self.spec.tunables if values[n] is None})
+        outputs, mutated = self.spec.call(values, jax.default_backend() != "tpu")
+        result = self.spec.returns.unflatten(outputs)
+        return result if not mutated else mutated if not outputs else (result, mutated)
+
+    def retire(self, by: Source) -> None:
+        """Take the operator out of torch: another definition takes its name."""
+        self._retired_by = by
+        self.batching.destroy()
+        self.autograd.destroy()
+        self.operator.destroy()
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise KernelError(
+                f"kernel {self.name!r} of {self.spec.source} was replaced by a later definition",
+                where=str(by),
+                hint=f"use the new object, or torch.ops.{self.spec.namespace}.{self.spec.opname}",
+            )
+
+        self._call = refuse
+
+    # ------------------------------------------------------------------ looking inside
+    def bind(self, *args: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Bound:
+        """Bind arguments without running anything.
+
+        Args:
+            *args: Arguments of the kernel (torch tensors on any device, fake and meta tensors included).
+            config: Values for tunables or other static parameters, which win over ``kwargs``.
+            **kwargs: Arguments by name.
+
+        Returns:
+            The `Bound` call: its JAX function, abstract values, static values and configuration.
+
+        Raises:
+            ArgumentError: An argument does not fit.
+            ConfigError: ``config`` names an unknown parameter.
+        """
+        return bind(self, args, kwargs, config)
+
+    def config_for(self, *args: Any, target: str | None = None, **kwargs: Any) -> ConfigChoice:
+        """The configuration that a call with these arguments uses, and why.
+
+        Args:
+            *args: Arguments of the kernel.
+            target: Chip name; the simulated chip by default.
+            **kwargs: Arguments by name.
+
+        Returns:
+            A `ConfigChoice` with the values, where they come from, and the reason.
+        """
+        return self.bind(*args, **kwargs).choice(target or settings().sim_chip)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Which configuration a call would use and why, as text."""
+        choice = self.config_for(*args, **kwargs)
+        values = ", ".join(f"{k}={v!r}" for k, v in choice.config.items()) or "no tunable parameters"
+        return f"{self.name}: {values} ({choice.provenance})" + (f"\n  {choice.reason}" if choice.reason else "")
+
+    def stats(self) -> KernelStats:
+        """Counters of this process: launches, compilations, cache hits, fallbacks."""
+        return self._counters.snapshot()
+
+    # ------------------------------------------------------------------ customising, as torch's CustomOpDef
+    def backward(self, fn: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
+        """Define the backward as a torch function; usable as a decorator.
+
+        Args:
+            fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name. ``grad`` is the output's
+                gradient (a tuple of them, zeros where an output was unused, if there are several outputs). Of the
+                inputs it receives those that it names; a parameter ``out`` receives the outputs, one called
+                ``needs_input_grad`` a dict of flags.
+
+        Returns:
+            ``fn`` itself.
+
+        Example:
+            >>> import jax, torch
+            >>> from tpu_kernels.registry.decorator import tpu_kernel
+            >>> @tpu_kernel("doc::square")
+            ... def square(x: jax.Array) -> jax.Array:
+            ...     return x * x
+            >>> @square.backward
+            ... def square_backward(grad, x):
+            ...     return {"x": 2 * x * grad}
+            >>> x = torch.tensor(3.0, requires_grad=True)
+            >>> square(x).backward()
+            >>> x.grad
+            tensor(6.)
+        """
+        self.autograd.use(fn, self.spec)
+        return fn
+
+    def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace the derived fake kernel, as `torch.library.CustomOpDef.register_fake`."""
+        torch.library.register_fake(self.name, fn, lib=self.operator.library, allow_override=True)
+        return fn
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """Define the backward as `torch.library.CustomOpDef.register_autograd` does: ``backward(ctx, *grads)``."""
+        self.autograd.use_context_style(backward, setup_context)
+
+    def register_vmap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace the derived batching rule, as `torch.library.CustomOpDef.register_vmap`."""
+        self.batching.use(fn)
+        return fn
+
+    def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
+        """Cast floating inputs under autocast, as `torch.library.CustomOpDef.register_autocast`."""
+        torch.library.register_autocast(self.name, device_type, cast_inputs, lib=self.operator.library)
+
+    # ------------------------------------------------------------------ plumbing
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name}{str(inspect.signature(self._call)) if not self._retired_by else ' (replaced)'}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_name, (self.name, self.spec.source.module)
+
+
+def _by_name(name: str, module: str) -> Kernel:
+    """Unpickle a kernel: import the module that defines it, then look it up."""
+    import importlib
+
+    if naming.lookup(name) is None:
+        importlib.import_module(module)
+    kernel = naming.lookup(name)
+    if kernel is None:
+        raise KernelError(f"kernel {name!r} is not defined by its module {module!r}")
+    return kernel
+
+
+def _is_jax(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_jax(v) for v in value)
+    return type(value).__module__.startswith(("jax", "jaxlib")) and hasattr(value, "aval")
+
+
+def register(spec: KernelSpec, *, replace: bool = False) -> Kernel:
+    """Make a kernel of a spec and register its operator.
+
+    Args:
+        spec: The kernel.
+        replace: Whether to take the name over from another place.
+
+    Returns:
+        The `Kernel`.
+
+    Raises:
+        NameClashError: Another place owns the name.
+    """
+    with naming.lock:
+        naming.make_way(spec, replace=replace)
+        kernel = Kernel(spec)
+        naming.enter(kernel)
+    return kernel
+
+

@@ -1,0 +1,254 @@
+"""`Operator`: one torch.library operator whose implementation is a JAX program.
+
+A kernel is one operator for callers, and more behind the scenes (forward with residuals, backward, tangents,
+batched variants), all made here. What they have in common: a schema, a function that builds the JAX program for a
+given `Call`, a fake kernel derived from it, and one implementation by each backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpu_kernels.dsl import dtypes
+from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
+from tpu_kernels.errors import DTypeError
+from tpu_kernels.registry import backend_table
+from tpu_kernels.registry.engine import Engine
+from tpu_kernels.registry.layout import Layout, fill, flat_names
+from tpu_kernels.registry.shapes import ShapeRule
+from tpu_kernels.registry.stats import Counters
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a program is specialised for.
+
+    Attributes:
+        layout: Which tensors there are, and the static values.
+        avals: A `jax.ShapeDtypeStruct` for each tensor of the flat tuple.
+    """
+
+    layout: Layout
+    avals: tuple[Any, ...]
+
+
+Body = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""``body(tensor_arguments, dynamic_scalars) -> [one entry per result slot, then per mutated argument]`` in JAX."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What makes an operator.
+
+    Attributes:
+        name: ``"ns::op"``.
+        schema: Torch schema without namespace.
+        parameters: In schema order.
+        returns: Kind of each result slot.
+        program: Builds the JAX body for a call and an engine.
+        where: ``file:line`` of the kernel, for messages.
+        kernel: Qualified name of the kernel that the operator belongs to, for messages.
+        int64: The kernel's policy for 64-bit types.
+        mutated: Names of the arguments that are written back.
+        reference: Torch function that answers for empty inputs that the kernel cannot run on.
+        has_defaults: Whether the schema has the parameters' defaults; derived operators take every argument.
+    """
+
+    name: str
+    schema: str
+    parameters: tuple[Parameter, ...]
+    returns: tuple[ReturnKind, ...]
+    program: Callable[[Call, Engine], Body]
+    where: str
+    kernel: str
+    int64: str | None = None
+    mutated: tuple[str, ...] = ()
+    reference: Callable[..., Any] | None = None
+    has_defaults: bool = True
+
+
+class Operator:
+    """A registered torch operator.
+
+    Args:
+        definition: What makes it.
+        counters: Counters of the kernel that it belongs to.
+
+    Attributes:
+        op: The `torch._ops.OpOverload`.
+        shapes: Shape rule, the source of the fake kernel.
+    """
+
+    def __init__(self, definition: Definition, counters: Counters) -> None:
+        self.definition = definition
+        self.counters = counters
+        self.shapes = ShapeRule(self)
+        namespace, self.opname = definition.name.split("::")
+        self.library = torch.library.Library(namespace, "FRAGMENT")
+        # Any strides will do: programs see logical values, and outputs are fresh row-major tensors.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+        self.library.define(definition.schema, tags=tags)
+        self.op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), self.opname).default
+        self.executors: dict[str, Any] = {}
+        torch.library.register_fake(definition.name, self.fake, lib=self.library)
+        if definition.mutated:
+            self._bump_versions()
+        backend_table.add_operator(self)
+
+    # ------------------------------------------------------------------ implementations
+    def implement(self, backend: backend_table.Backend) -> None:
+        """Register this operator's implementation by a backend."""
+        self.library.impl(self.opname, backend.implement(self), backend.dispatch_key)
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""
+        arguments = self.arguments(args, kwargs)
+        slots = self.shapes(arguments)
+        device = device_of(arguments)
+
+        def empty(meta: Any) -> torch.Tensor:
+            return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+
+        results = [_map_slot(empty, slot) for slot in slots[: len(self.definition.returns)]]
+        return results_of(results)
+
+    def _bump_versions(self) -> None:
+        parameters = self.definition.parameters
+        indices = [i for i, p in enumerate(parameters) if p.name in self.definition.mutated]
+        from tpu_kernels import _compat_torch
+
+        keys = _compat_torch.after_version_counter_keys()
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            result = self.op.redispatch(keyset & keys, *args, **kwargs)
+            arguments = self.arguments(args, kwargs)
+            for i in indices:
+                tensors = arguments[i] if isinstance(arguments[i], (list, tuple)) else [arguments[i]]
+                for tensor in tensors:
+                    if tensor is not None and not tensor.is_inference():
+                        torch.autograd.graph.increment_version(tensor)
+            return result
+
+        self.library.impl(self.opname, kernel, "ADInplaceOrView", with_keyset=True)
+
+    def destroy(self) -> None:
+        """Take the operator out of torch's tables."""
+        backend_table.remove_operator(self)
+        self.library._destroy()
+
+    # ------------------------------------------------------------------ arguments
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """One argument per parameter in schema order, defaults filled in."""
+        filled = list(args)
+        for parameter in self.definition.parameters[len(args) :]:
+            filled.append(kwargs[parameter.name] if parameter.name in kwargs else schema_default(parameter))
+        return filled
+
+    def check_dtypes(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse dtypes that JAX does not have, or that the kernel's 64-bit policy excludes.
+
+        Raises:
+            DTypeError: Names kernel, argument and dtype.
+        """
+        definition = self.definition
+        for name, tensor in zip(flat_names(definition.parameters, layout), tensors, strict=True):
+            dtype = tensor.dtype
+            if not dtypes.is_supported(dtype):
+                raise DTypeError(
+                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}, which JAX does not have",
+                    where=definition.where,
+                    hint="view it as another dtype of the same width, for example .view(torch.uint8)",
+                )
+            if dtype in dtypes.WIDE and not self.takes(dtype):
+                narrow = "int32" if not (dtype.is_floating_point or dtype.is_complex) else "float32"
+                raise DTypeError(
+                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}; TPU kernels compute in 32 bits",
+                    where=definition.where,
+                    hint=f"pass {name}.to(torch.{narrow}), or declare int64='narrow_checked' (integers that fit)"
+                    " or int64='exact' on the kernel",
+                )
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel's 64-bit policy admits a wide dtype."""
+        policy = self.definition.int64
+        return policy == "exact" or (policy == "narrow_checked" and dtype in dtypes.NARROW)
+
+    # ------------------------------------------------------------------ programs
+    def call_of(self, layout: Layout, metas: Sequence[Any]) -> Call:
+        """The `Call` for tensors (or anything with shape and torch dtype)."""
+        import jax
+
+        return Call(layout, tuple(jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas))
+
+    def jax_function(self, call: Call, engine: Engine) -> Callable[..., tuple[Any, ...]]:
+        """The program as a JAX function of positional arguments.
+
+        Returns:
+            ``fn(*tensor_arguments, *dynamic_scalars) -> tuple of slots``: an array, None or a tuple of arrays for
+            each tensor parameter, and the same for each result slot and mutated argument.
+        """
+        body = self.definition.program(call, engine)
+        tensors = len(call.layout.slots)
+
+        def program(*args: Any) -> tuple[Any, ...]:
+            with engine.scope():
+                return tuple(body(args[:tensors], args[tensors:]))
+
+        program.__name__ = program.__qualname__ = self.opname
+        return program
+
+    def dynamic_structs(self) -> list[Any]:
+        """Abstract values of the dynamic scalars: weakly typed, as Python numbers are in JAX."""
+        import jax
+
+        kinds = {"SymInt": "int32", "float": "float32", "bool": "bool"}
+        return [
+            jax.ShapeDtypeStruct((), kinds[p.schema_type], weak_type=p.schema_type != "bool")
+            for p in self.definition.parameters
+            if p.kind is Kind.DYNAMIC
+        ]
+
+    def abstract_arguments(self, call: Call) -> list[Any]:
+        """The arguments of `jax_function` as abstract values."""
+        return [*fill(call.layout, call.avals), *self.dynamic_structs()]
+
+
+def schema_default(parameter: Parameter) -> Any:
+    """The default that the dispatcher stands for when it passes nothing (None where a schema cannot write it)."""
+    if parameter.tunable or parameter.none_is_default:
+        return None
+    default = parameter.default
+    return default if default is None or parameter.to_schema is None else parameter.to_schema(default)
+
+
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    """The device of the first tensor among the arguments."""
+    for argument in arguments:
+        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(item, torch.Tensor):
+                return item.device
+    return torch.device("cpu")
+
+
+def results_of(slots: Sequence[Any]) -> Any:
+    """What an operator returns for its slots: nothing, the one result, or a tuple."""
+    if not slots:
+        return None
+    return slots[0] if len(slots) == 1 else tuple(slots)
+
+
+def _map_slot(fn: Callable[[Any], Any], slot: Any) -> Any:
+    if slot is None:
+        return None
+    return [fn(s) for s in slot] if isinstance(slot, list) else fn(slot)
+
+
+@functools.cache
+def tensor_parameter(name: str, kind: Kind) -> Parameter:
+    """A plain tensor parameter of a derived operator."""
+    return Parameter(name, kind, kind.value)

@@ -1,0 +1,48 @@
+"""Calling a kernel's reference: a torch (or array-agnostic) function with the kernel's arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_kernels.dsl.spec import KernelSpec
+from tpu_kernels.errors import ArgumentError
+from tpu_kernels.registry.operator import results_of
+
+
+def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
+    """Call the reference with a kernel's arguments by name.
+
+    A reference need not know the tunables: it receives the arguments that it names, or, where its names differ, the
+    kernel's positional arguments in order.
+
+    Args:
+        spec: A kernel with a reference.
+        values: Every argument of the kernel by name.
+
+    Returns:
+        What the reference returns, in the kernel's result structure.
+    """
+    if spec.reference is None:
+        raise ArgumentError(f"kernel {spec.name!r} has no reference", where=str(spec.source))
+    usable = [p for p in spec.parameters if p.name in values and not p.tunable]
+    try:
+        accepted = inspect.signature(spec.reference).parameters
+    except (TypeError, ValueError):  # a C function such as torch.add
+        accepted = None
+    if accepted is None:
+        return spec.reference(*(values[p.name] for p in usable if p.kind.is_tensor))
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()) or all(
+        n in values for n, p in accepted.items() if p.default is inspect.Parameter.empty
+    ):
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        return spec.reference(**{p.name: values[p.name] for p in usable if takes_any or p.name in accepted})
+    positional = [values[p.name] for p in usable if not p.keyword_only][: len(accepted)]
+    return spec.reference(*positional)
+
+
+def flat_call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
+    """Call the reference and return its result as the operator does."""
+    result = call(spec, values)
+    return results_of(spec.returns.flatten(result)) if not spec.mutates_args else result

@@ -1,0 +1,97 @@
+"""Write a TPU kernel once, in Pallas, JAX or Helion; get a complete PyTorch operator.
+
+The names below are imported when first used: ``import tpu_kernels`` costs next to nothing, prints nothing, starts no
+accelerator and changes no global state.
+
+Example:
+    >>> import jax, torch
+    >>> import tpu_kernels as tk
+    >>> @tk.tpu_kernel("doc::axpy")
+    ... def axpy(x: jax.Array, y: jax.Array, alpha: float = 1.0) -> jax.Array:
+    ...     return alpha * x + y
+    >>> axpy(torch.ones(2), torch.ones(2), 3.0)
+    tensor([4., 4.])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpu_kernels.errors import (
+    ArgumentError,
+    CompileError,
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    GradientError,
+    KernelError,
+    MissingBackwardError,
+    MissingDependency,
+    NameClashError,
+    OverrideError,
+    SignatureError,
+    TraceError,
+    TuningError,
+    UnsupportedOnTarget,
+)
+
+if TYPE_CHECKING:
+    from tpu_kernels.registry.decorator import tpu_kernel
+    from tpu_kernels.registry.kernel import Kernel
+    from tpu_kernels.registry.overrides import override, overrides
+    from tpu_kernels.tuning import TuningCache, autotune, select
+    from tpu_kernels.verify.compiling import compile
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Kernel": "tpu_kernels.registry.kernel",
+    "TuningCache": "tpu_kernels.tuning",
+    "autotune": "tpu_kernels.tuning",
+    "compile": "tpu_kernels.verify.compiling",
+    "override": "tpu_kernels.registry.overrides",
+    "overrides": "tpu_kernels.registry.overrides",
+    "select": "tpu_kernels.tuning",
+    "tpu_kernel": "tpu_kernels.registry.decorator",
+}
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "ConfigError",
+    "DTypeError",
+    "DeviceError",
+    "GradientError",
+    "Kernel",
+    "KernelError",
+    "MissingBackwardError",
+    "MissingDependency",
+    "NameClashError",
+    "OverrideError",
+    "SignatureError",
+    "TraceError",
+    "TuningCache",
+    "TuningError",
+    "UnsupportedOnTarget",
+    "autotune",
+    "compile",
+    "override",
+    "overrides",
+    "select",
+    "tpu_kernel",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tpu_kernels' has no attribute {name!r}")
+    importlib.import_module("tpu_kernels.backends").ready()
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

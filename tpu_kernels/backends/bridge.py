@@ -1,0 +1,120 @@
+"""Tensors between torch and JAX without copies, by DLPack capsules.
+
+An imported `jax.Array` is remembered for as long as the tensor lives, and so is the array behind a result: a tensor
+that is passed again, or on to the next kernel, costs a dictionary lookup. That is safe because a remembered array
+is the tensor's own memory (never a copy), and because every kernel call is over before it returns: programs run
+synchronously, and a later in-place write by torch cannot reach a running one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpu_kernels import _compat_jax, _compat_torch
+
+ALIGNMENT = 64
+"""Bytes that XLA:CPU wants buffers aligned to; it silently copies others, and a copy must not be remembered."""
+
+
+class WrongDevice(Exception):
+    """A tensor of another device than the bridge serves; the caller names the argument."""
+
+
+class Bridge:
+    """Both directions between torch tensors of one device type and `jax.Array` on the CPU.
+
+    Args:
+        device_type: ``"cpu"`` or ``"tpu"``.
+        to_cpu_capsule: Marks a capsule that torch exported as CPU memory (in place), or None if it is.
+        from_cpu_capsule: Marks a capsule that JAX exported as memory of the device (in place), or None.
+
+    Attributes:
+        to_jax: ``tensor -> jax.Array`` on the tensor's logical values.
+        to_torch: ``jax.Array -> tensor``; waits for the value, and owns the memory.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        to_cpu_capsule: Callable[[Any], Any] | None = None,
+        from_cpu_capsule: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.device_type = device_type
+        self._remembered: dict[int, tuple[Any, ...]] = {}
+        self._device = _compat_jax.cpu_device()
+        self._mark_cpu = to_cpu_capsule
+        self._mark_device = from_cpu_capsule
+        self.to_jax = self._make_to_jax()
+        self.to_torch = self._make_to_torch()
+
+    def _make_to_jax(self) -> Callable[[torch.Tensor], Any]:
+        remembered, miss = self._remembered.get, self._import
+
+        def to_jax(tensor: torch.Tensor) -> Any:
+            hit = remembered(id(tensor))
+            if hit is not None:
+                array, reference, pointer, shape, dtype = hit
+                if (
+                    reference() is tensor
+                    and tensor.data_ptr() == pointer
+                    and tensor.shape == shape
+                    and tensor.dtype is dtype
+                    and tensor.is_contiguous()
+                ):
+                    return array
+            return miss(tensor)
+
+        return to_jax
+
+    def _import(self, tensor: torch.Tensor) -> Any:
+        if tensor.device.type != self.device_type:
+            raise WrongDevice
+        plain = tensor.detach()
+        if plain.is_neg():
+            plain = plain.resolve_neg()
+        if plain.is_conj():
+            plain = plain.resolve_conj()
+        plain = plain.contiguous()
+        capsule = _compat_torch.to_dlpack(plain)
+        if self._mark_cpu is not None:
+            self._mark_cpu(capsule)
+        array = _compat_jax.import_capsule(capsule, self._device)
+        pointer = tensor.data_ptr()
+        if pointer and plain.data_ptr() == pointer and pointer % ALIGNMENT == 0:
+            self._remember(tensor, array, pointer)
+        return array
+
+    def _make_to_torch(self) -> Callable[[Any], torch.Tensor]:
+        _, export = _compat_jax.capsule_functions()
+        import_torch, mark, remember = _compat_torch.from_dlpack, self._mark_device, self._remember
+
+        def to_torch(array: Any) -> torch.Tensor:
+            capsule = export(array)
+            if mark is not None:
+                mark(capsule)
+            tensor = import_torch(capsule)
+            pointer = tensor.data_ptr()
+            if pointer:
+                remember(tensor, array, pointer)
+            return tensor
+
+        return to_torch
+
+    def _remember(self, tensor: torch.Tensor, array: Any, pointer: int) -> None:
+        key = id(tensor)
+        forget = self._remembered.pop
+
+        def died(_: object) -> None:
+            forget(key, None)
+
+        self._remembered[key] = (
+            array,
+            weakref.ref(tensor, died),
+            pointer,
+            tensor.shape,
+            tensor.dtype,
+        )

@@ -1,0 +1,381 @@
+"""Runs an operator on host memory: one compiled JAX program per key, called with as little Python as possible.
+
+The function that torch's dispatcher calls is generated from the operator's parameters: it forms the key (shapes,
+dtypes, static values, the caller's mode), looks the compiled program up, and calls it on arrays that share the
+tensors' memory. Everything unusual happens once per key in `Executor.first_call`, or on a slow path.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpu_kernels.backends.bridge import Bridge, WrongDevice
+from tpu_kernels.config import settings
+from tpu_kernels.dsl import dtypes
+from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
+from tpu_kernels.errors import ArgumentError, DeviceError, TraceError
+from tpu_kernels.registry import config_table
+from tpu_kernels.registry.engine import Engine, current_mode
+from tpu_kernels.registry.layout import Layout, fill, flat_names, freeze, is_empty, split
+from tpu_kernels.registry.operator import Definition, Operator, results_of, schema_default
+from tpu_kernels.registry.shapes import Meta
+from tpu_kernels.registry.tracing import explained
+
+_INT32 = (-(2**31), 2**31 - 1)
+
+
+class Executor:
+    """The programs of one operator on one kind of tensor.
+
+    Args:
+        operator: What to run.
+        device_type: Type of the tensors' device.
+        make_bridge: Returns the bridge between the tensors and JAX. Called on the first call, not before:
+            decorating a kernel must not start JAX.
+    """
+
+    def __init__(self, operator: Operator, device_type: str, make_bridge: Callable[[], Bridge]) -> None:
+        self.operator = operator
+        self.device_type = device_type
+        self.make_bridge = make_bridge
+        self.programs: dict[Any, Callable[..., Any]] = {}  # called with arrays
+        self.slow_programs: dict[
+            Any, Callable[..., Any]
+        ] = {}  # called with the operator's arguments
+        self.lock = threading.RLock()
+        config_table.watch(self)
+
+    @functools.cached_property
+    def bridge(self) -> Bridge:
+        """The bridge between the tensors and JAX."""
+        return self.make_bridge()
+
+    def forget_configs(self) -> None:
+        """Drop all programs: other configurations may apply now."""
+        with self.lock:
+            self.programs.clear()
+            self.slow_programs.clear()
+
+    # ------------------------------------------------------------------ the generated fast path
+    def implementation(self) -> Callable[..., Any]:
+        """The function to register with torch for the bridge's dispatch key."""
+        definition = self.operator.definition
+        env: dict[str, Any] = {
+            "_find": self.programs.get,
+            "_first": self.first_call,
+            "_mode": current_mode,
+            "_launch": self.operator.counters.launch,
+            # Bound on the first call through `_first`; the generated function never gets here before.
+            "_J": None,
+            "_T": None,
+            "_freeze": freeze,
+            "_WrongDevice": WrongDevice,
+            "_wrong_device": self.wrong_device,
+        }
+        names = [p.name for p in definition.parameters]
+        keys = ["_mode()"] + [k for p in definition.parameters for k in _key_parts(p)]
+        arrays = [_array_expression(p) for p in definition.parameters if p.kind.is_tensor]
+        arrays += [p.name for p in definition.parameters if p.kind is Kind.DYNAMIC]
+        call = f"_program({', '.join(arrays)})"
+        lines = [
+            f"def implementation({_signature(definition, env)}):",
+            f"    _key = ({', '.join(keys)},)",
+            "    _program = _find(_key)",
+            "    if _program is None:",
+            f"        return _first(_key, [{', '.join(names)}])",
+            "    _launch()",
+            "    try:",
+            *_return_lines(definition.returns, definition.mutated, definition.parameters, call),
+            "    except _WrongDevice:",
+            f"        raise _wrong_device([{', '.join(names)}]) from None",
+        ]
+        exec(compile("\n".join(lines), f"<tpu_kernels executor of {definition.name}>", "exec"), env)
+        self.environment = env
+        return env["implementation"]  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------ once per key
+    def first_call(self, key: Any, arguments: list[Any]) -> Any:
+        """Answer a call whose key has no fast program: compile it, or take a slow path."""
+        slow = self.slow_programs.get(key)
+        if slow is not None:
+            return slow(arguments)
+        with self.lock:
+            self.environment.update(_J=self.bridge.to_jax, _T=self.bridge.to_torch)
+            if key in self.programs:
+                return self._run(self.programs[key], arguments)
+            if key in self.slow_programs:
+                return self.slow_programs[key](arguments)
+            return self._build(key, arguments)
+
+    def _build(self, key: Any, arguments: list[Any]) -> Any:
+        operator = self.operator
+        definition = operator.definition
+        layout, tensors, _ = split(definition.parameters, arguments)
+        self._check_devices(layout, tensors, arguments)
+        slots = operator.shapes(arguments)  # checks dtypes as well
+        if slots and all(is_empty(m.shape) for slot in slots for m in _metas(slot)):
+            return self._keep_slow(key, lambda args: self._empty_results(slots), arguments)
+        metas = [Meta(tuple(t.shape), t.dtype) for t in tensors]
+        narrow = definition.int64 == "narrow_checked" and any(
+            m.dtype in dtypes.NARROW for m in metas
+        )
+        if narrow:
+            metas = [Meta(m.shape, dtypes.NARROW.get(m.dtype, m.dtype)) for m in metas]
+        engine = Engine(
+            interpret=current_mode().interpret,
+            x64=definition.int64 == "exact",
+            target=settings().sim_chip,
+        )
+        program = self._compile(operator, layout, metas, engine)
+        try:
+            with explained(definition.kernel, definition.where, "running"):
+                if narrow:
+                    slow = self._narrowing(program, slots)
+                    result = slow(arguments)
+                else:
+                    result = self._run(program, arguments)
+        except TraceError:
+            if definition.reference is None or not any(is_empty(m.shape) for m in metas):
+                raise
+            return self._keep_slow(key, self._by_reference, arguments)
+        operator.counters.compilation()
+        if narrow:
+            self.slow_programs[key] = slow
+        else:
+            self.programs[key] = program
+        return result
+
+    def _compile(
+        self, operator: Operator, layout: Layout, metas: Sequence[Meta], engine: Engine
+    ) -> Callable[..., Any]:
+        import jax
+
+        call = operator.call_of(layout, metas)
+        function = operator.jax_function(call, engine)
+        if len(operator.definition.returns) == 1 and not operator.definition.mutated:
+            inner = function
+
+            def function(
+                *args: Any,
+            ) -> Any:  # the common case: a bare result costs less to hand over
+                return inner(*args)[0]
+
+        jitted: Callable[..., Any] = jax.jit(function)
+        if not engine.x64:
+            return jitted
+
+        def wide(*args: Any) -> Any:
+            with jax.enable_x64(True):
+                return jitted(*args)
+
+        return wide
+
+    def _keep_slow(self, key: Any, program: Callable[..., Any], arguments: list[Any]) -> Any:
+        result = program(arguments)
+        self.slow_programs[key] = program
+        return result
+
+    # ------------------------------------------------------------------ slow paths
+    def _run(self, program: Callable[..., Any], arguments: list[Any]) -> Any:
+        """What the generated function does after the lookup, for any operator."""
+        parameters = self.operator.definition.parameters
+        self.operator.counters.launch()
+        layout, tensors, dynamics = split(parameters, arguments)
+        arrays = fill(layout, [self.bridge.to_jax(t) for t in tensors])
+        return self._deliver(program(*arrays, *dynamics), arguments)
+
+    def _deliver(
+        self, outcome: Any, arguments: list[Any], declared: Sequence[Any] | None = None
+    ) -> Any:
+        definition = self.operator.definition
+        slots = (
+            [outcome] if len(definition.returns) == 1 and not definition.mutated else list(outcome)
+        )
+
+        def torch_of(slot: Any, meta: Any) -> Any:
+            if slot is None:
+                return None
+            if isinstance(slot, (list, tuple)):
+                metas = meta or [None] * len(slot)
+                return [torch_of(s, m) for s, m in zip(slot, metas, strict=True)]
+            tensor = self.bridge.to_torch(slot)
+            return tensor if meta is None or tensor.dtype is meta.dtype else tensor.to(meta.dtype)
+
+        wanted = declared or [None] * len(slots)
+        values = [torch_of(s, m) for s, m in zip(slots, wanted, strict=True)]
+        by_name = dict(zip((p.name for p in definition.parameters), arguments, strict=True))
+        for name, value in zip(definition.mutated, values[len(definition.returns) :], strict=True):
+            _write_back(by_name[name], value)
+        return results_of(values[: len(definition.returns)])
+
+    def _narrowing(
+        self, program: Callable[..., Any], slots: Sequence[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Policy "narrow_checked": integers that fit go in as 32 bits, results are widened to what is declared."""
+        parameters = self.operator.definition.parameters
+
+        def run(arguments: list[Any]) -> Any:
+            self.operator.counters.launch()
+            layout, tensors, dynamics = split(parameters, arguments)
+            names = flat_names(parameters, layout)
+            arrays = [
+                self.bridge.to_jax(self._narrow(n, t)) for n, t in zip(names, tensors, strict=True)
+            ]
+            return self._deliver(program(*fill(layout, arrays), *dynamics), arguments, slots)
+
+        return run
+
+    def _narrow(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        narrow = dtypes.NARROW.get(tensor.dtype)
+        if narrow is None:
+            return tensor
+        if tensor.numel():
+            limits = torch.iinfo(narrow)
+            low, high = int(tensor.min()), int(tensor.max())
+            if low < limits.min or high > limits.max:
+                raise ArgumentError(
+                    f"kernel {self.operator.definition.kernel!r}: argument {name!r} holds values out of the range of "
+                    f"{str(narrow).removeprefix('torch.')} ({low} to {high})",
+                    where=self.operator.definition.where,
+                    hint="the kernel declares int64='narrow_checked'; int64='exact' keeps 64 bits on CPU",
+                )
+        return tensor.to(narrow)
+
+    def _by_reference(self, arguments: list[Any]) -> Any:
+        """Answer by the kernel's reference: the kernel itself cannot run on empty inputs."""
+        definition = self.operator.definition
+        self.operator.counters.fallback()
+        values = {
+            p.name: p.for_kernel(a) if not p.kind.is_tensor else a
+            for p, a in zip(definition.parameters, arguments, strict=True)
+        }
+        if definition.reference is None:  # the caller has checked
+            raise TraceError(
+                f"kernel {definition.kernel!r} has no reference", where=definition.where
+            )
+        return definition.reference(values)
+
+    def _empty_results(self, slots: Sequence[Any]) -> Any:
+        def empty(slot: Any) -> Any:
+            if slot is None:
+                return None
+            if isinstance(slot, list):
+                return [empty(s) for s in slot]
+            return torch.empty(slot.shape, dtype=slot.dtype, device=self.device_type)
+
+        return results_of([empty(s) for s in slots[: len(self.operator.definition.returns)]])
+
+    # ------------------------------------------------------------------ devices
+    def _check_devices(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], arguments: list[Any]
+    ) -> None:
+        if any(t.device.type != self.device_type for t in tensors):
+            raise self.wrong_device(arguments)
+
+    def wrong_device(self, arguments: list[Any]) -> DeviceError:
+        """The error for tensors on several devices, naming each."""
+        definition = self.operator.definition
+        layout, tensors, _ = split(definition.parameters, arguments)
+        names = flat_names(definition.parameters, layout)
+        places = ", ".join(f"{n!r} on {t.device}" for n, t in zip(names, tensors, strict=True))
+        return DeviceError(
+            f"kernel {definition.kernel!r}: all tensors must be on one device, got {places}",
+            where=definition.where,
+            hint="move them with .to(device)",
+        )
+
+
+def _metas(slot: Any) -> list[Meta]:
+    return [] if slot is None else slot if isinstance(slot, list) else [slot]
+
+
+def _write_back(old: Any, new: Any) -> None:
+    if isinstance(old, (list, tuple)):
+        for o, n in zip(old, new, strict=True):
+            o.copy_(n)
+    else:
+        old.copy_(new)
+
+
+# ---------------------------------------------------------------------- source text of the fast path
+def _signature(definition: Definition, env: dict[str, Any]) -> str:
+    parts: list[str] = []
+    keyword_only = False
+    for i, p in enumerate(definition.parameters):
+        if p.keyword_only and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        if p.required or not definition.has_defaults:
+            parts.append(p.name)
+        else:
+            env[f"_default_{i}"] = schema_default(p)
+            parts.append(f"{p.name}=_default_{i}")
+    return ", ".join(parts)
+
+
+def _key_parts(p: Parameter) -> list[str]:
+    name = p.name
+    if p.kind is Kind.TENSOR:
+        return [f"{name}.shape", f"{name}.dtype"]
+    if p.kind is Kind.OPTIONAL:
+        return [f"None if {name} is None else ({name}.shape, {name}.dtype)"]
+    if p.kind is Kind.LIST:
+        return [f"tuple([(_t.shape, _t.dtype) for _t in {name}])"]
+    if p.kind.is_list:
+        items = f"tuple([None if _t is None else (_t.shape, _t.dtype) for _t in {name}])"
+        return [f"None if {name} is None else {items}"]
+    if p.kind is Kind.DYNAMIC:
+        return []
+    return [name] if p.schema_type in ("str", "int", "ScalarType") else [f"_freeze({name})"]
+
+
+def _array_expression(p: Parameter) -> str:
+    name = p.name
+    if p.kind is Kind.TENSOR:
+        return f"_J({name})"
+    if p.kind is Kind.OPTIONAL:
+        return f"None if {name} is None else _J({name})"
+    if p.kind is Kind.LIST:
+        return f"tuple([_J(_t) for _t in {name}])"
+    return f"None if {name} is None else tuple([None if _t is None else _J(_t) for _t in {name}])"
+
+
+def _return_lines(
+    returns: Sequence[ReturnKind],
+    mutated: Sequence[str],
+    parameters: Sequence[Parameter],
+    call: str,
+) -> list[str]:
+    if len(returns) == 1 and not mutated:
+        if returns[0] is ReturnKind.TENSOR:
+            return [f"        return _T({call})"]
+        lines = [f"        _r = {call}"]
+        return [*lines, f"        return {_torch_expression(returns[0], '_r')}"]
+    lines = [f"        _r = {call}"]
+    kinds = {p.name: p.kind for p in parameters}
+    for i, name in enumerate(mutated, start=len(returns)):
+        if kinds[name].is_list:
+            lines.append(f"        for _o, _n in zip({name}, _r[{i}]): _o.copy_(_T(_n))")
+        else:
+            lines.append(f"        {name}.copy_(_T(_r[{i}]))")
+    results = [_torch_expression(kind, f"_r[{i}]") for i, kind in enumerate(returns)]
+    if len(results) > 1:
+        lines.append(f"        return ({', '.join(results)})")
+    elif results:
+        lines.append(f"        return {results[0]}")
+    else:
+        lines.append("        return None")
+    return lines
+
+
+def _torch_expression(kind: ReturnKind, value: str) -> str:
+    if kind is ReturnKind.TENSOR:
+        return f"_T({value})"
+    if kind is ReturnKind.OPTIONAL:
+        return f"None if {value} is None else _T({value})"
+    return f"[_T(_v) for _v in {value}]"
