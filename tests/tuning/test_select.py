@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_kernels.errors import ArgumentError, TuningError
-from tpu_kernels.tuning.select import select
+from tpu_kernels.tuning.selection import select
 
 
 def noisy(seed: int, true: Mapping[str, float], sigma: float = 0.03) -> Callable[[Any], float]:

@@ -1,0 +1,44 @@
+"""Tuning: config spaces, search, measuring, selection, the cache, and lookups by calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpu_kernels.tuning.cache import TuningCache
+    from tpu_kernels.tuning.report import TuneReport, TuneRow
+    from tpu_kernels.tuning.selection import Selection, select
+    from tpu_kernels.tuning.tuner import Progress, TuningFallback, autotune
+
+# Lazy: the cache is read by processes that need neither torch nor JAX.
+_WHERE = {
+    "Progress": "tuner",
+    "TuneReport": "report",
+    "TuneRow": "report",
+    "TuningCache": "cache",
+    "TuningFallback": "tuner",
+    "Selection": "selection",
+    "autotune": "tuner",
+    "select": "selection",
+}
+
+__all__ = [
+    "Progress",
+    "Selection",
+    "TuneReport",
+    "TuneRow",
+    "TuningCache",
+    "TuningFallback",
+    "autotune",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

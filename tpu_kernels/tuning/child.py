@@ -7,7 +7,7 @@ candidate does there, hang, abort, print or eat memory, the tuning process only 
 from __future__ import annotations
 
 import pickle
-import statistics
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,35 @@ from typing import Any
 
 _SHORTEST_S = 1e-3  # a sample takes at least this long, so that the clock's own cost does not count
 _MOST_CALLS = 1000
+
+
+ALARM = signal.SIGALRM
+"""The signal that ends a worker whose candidate is over its limit."""
+
+
+def limited(payload: bytes, limit_s: float) -> Any:
+    """Call a pickled function with a time limit that nothing in this process can hold up.
+
+    Imports and unpickling come first, outside the limit. The limit is a timer of the operating
+    system with the signal's default action: it ends the process even if native code never returns.
+
+    Args:
+        payload: Pickle of the function and its arguments.
+        limit_s: Seconds that the call may take.
+
+    Returns:
+        What the function returns.
+    """
+    import jax  # noqa: F401
+    import torch  # noqa: F401
+
+    function, arguments = pickle.loads(payload)
+    signal.signal(ALARM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return function(*arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @dataclass(frozen=True)
@@ -114,26 +143,45 @@ class Loaded:
 _loaded: dict[str, Loaded] = {}
 
 
-def outputs(fn: Callable[..., Any], inputs: str, name: str) -> list[Any] | Failure:
-    """Compile a candidate for the CPU and run it once.
+@dataclass(frozen=True)
+class Trial:
+    """One run of a candidate on the CPU.
+
+    Attributes:
+        outputs: The leaves of its result as raw bytes, shape and dtype name.
+        times_us: A few times per call in µs, taken while other workers may be busy.
+    """
+
+    outputs: tuple[tuple[bytes, tuple[int, ...], str], ...]
+    times_us: tuple[float, ...]
+
+
+def trial(fn: Callable[..., Any], inputs: str, name: str, samples: int) -> Trial | Failure:
+    """Compile a candidate for the CPU, run it once, and time it roughly.
 
     Args:
         fn: Function of flat JAX arrays.
         inputs: Path of a pickle with the list of NumPy arrays.
         name: Under what the compiled function is kept for `sample`.
+        samples: How many times to take.
 
     Returns:
-        The leaves of its result as NumPy arrays, or what was raised.
+        Outputs and times, or what was raised.
     """
     import jax
     import numpy as np
 
     try:
         loaded = _load(fn, inputs, name)
-        leaves = jax.tree_util.tree_leaves(jax.block_until_ready(loaded.run(*loaded.arrays)))
-        return [np.asarray(leaf) for leaf in leaves]
+        leaves = jax.tree_util.tree_leaves(loaded.run(*loaded.arrays))
+        arrays = [np.asarray(leaf) for leaf in leaves]
     except Exception as error:
         return failure_of(error)
+    times = sample(fn, inputs, name, samples)
+    if isinstance(times, Failure):
+        return times
+    packed = tuple((a.tobytes(), tuple(a.shape), a.dtype.name) for a in arrays)
+    return Trial(packed, tuple(times))
 
 
 def sample(
@@ -144,7 +192,7 @@ def sample(
     Args:
         fn: Function of flat JAX arrays; compiled only if this worker has not done so yet.
         inputs: Path of a pickle with the list of NumPy arrays.
-        name: Under what `outputs` kept it.
+        name: Under what `trial` kept it.
         samples: How many times to take.
 
     Returns:
@@ -184,8 +232,3 @@ def _load(fn: Callable[..., Any], inputs: str, name: str) -> Loaded:
         jax.block_until_ready(loaded.run(*arrays))
         _loaded[name] = loaded
     return _loaded[name]
-
-
-def median_us(times: Sequence[float]) -> float:
-    """The median of times in µs."""
-    return statistics.median(times)

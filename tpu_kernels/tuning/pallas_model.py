@@ -115,7 +115,7 @@ class PallasModel:
             parts.append(f"scratch {_mib(self.scratch_bytes)}")
         place = f" at {self.where}" if self.where else ""
         return (
-            f"vmem: kernel {self.name!r} needs at least {_mib(self.vmem_bytes)} of VMEM "
+            f"kernel {self.name!r} needs at least {_mib(self.vmem_bytes)} of VMEM "
             f"({', '.join(parts)}), {which} {_mib(limit)}{place}"
         )
 

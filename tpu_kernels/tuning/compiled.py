@@ -1,0 +1,254 @@
+"""Trying candidates with the TPU compiler: inspect, leave out what cannot fit, compile, rank.
+
+Every candidate is traced, lowered and compiled in worker processes. What the grid and blocks show
+to be too large for VMEM is not compiled (the compiler may need minutes to refuse it), nor is what
+asks for more than a candidate that ran out of VMEM; identical programs are compiled once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpu_kernels.compiler.chips import Target
+from tpu_kernels.compiler.compile import Request, compile_all
+from tpu_kernels.compiler.pool import Pool, worker_pool
+from tpu_kernels.compiler.report import CompileReport
+from tpu_kernels.tuning import child, search
+from tpu_kernels.tuning.candidates import Candidate, call_job, failure_row, lost_row, one_line
+from tpu_kernels.tuning.objective import Evidence, Objective, Roofline
+from tpu_kernels.tuning.report import TuneRow, config_text
+
+Found = Callable[[int, TuneRow], None]
+"""Called with index and row as soon as the fate of a candidate is known."""
+
+
+def try_candidates(
+    candidates: Sequence[Candidate],
+    target: Target,
+    objective: Objective,
+    found: Found,
+    *,
+    first: int | None = None,
+    timeout_s: float,
+    deadline: float,
+    compiler: bool = True,
+) -> None:
+    """Find the fate of every candidate.
+
+    Args:
+        candidates: The candidates.
+        target: The chip.
+        objective: Gives the figure of those that compile.
+        found: Receives the rows.
+        first: Index of the config in force now.
+        timeout_s: Seconds for one candidate.
+        deadline: When to stop (`time.monotonic`); what is not tried by then is ``"skipped"``.
+        compiler: Whether to compile; otherwise figures come from the grid alone.
+    """
+    with worker_pool() as pool:
+        inspections = _inspect(candidates, target, found, pool, timeout_s, deadline)
+        fitting = _without_overflows(candidates, inspections, target, found)
+        unique, copies = _without_copies(fitting, inspections)
+
+        def all_found(index: int, row: TuneRow) -> None:
+            found(index, row)
+            for copy in copies.get(index, ()):
+                text = f"same program as {config_text(row.config)}"
+                reason = f"{text}: {row.reason}" if row.reason else text
+                found(copy.index, replace(row, config=copy.config, reason=reason, same_as=index))
+
+        if compiler:
+            queue = _queue(unique, inspections, target, first)
+            _compile(queue, inspections, target, objective, all_found, pool, timeout_s, deadline)
+        else:
+            for candidate in unique:
+                evidence = Evidence(target.chip, inspections[candidate.index].models)
+                all_found(candidate.index, _ok_row(candidate, evidence, objective))
+
+
+def _inspect(
+    candidates: Sequence[Candidate],
+    target: Target,
+    found: Found,
+    pool: Pool,
+    timeout_s: float,
+    deadline: float,
+) -> dict[int, child.Inspection]:
+    """Trace and lower the candidates in workers; what fails becomes a row."""
+    inspections: dict[int, child.Inspection] = {}
+    packed, jobs = [], []
+
+    def take(candidate: Candidate, answer: Any, seconds: float) -> None:
+        if isinstance(answer, child.Inspection):
+            inspections[candidate.index] = answer
+        else:
+            row = failure_row(candidate.config, answer, target)
+            found(candidate.index, replace(row, seconds=seconds))
+
+    limit = min(timeout_s, max(1.0, deadline - time.monotonic()))
+    for candidate in candidates:
+        function = candidate.bound.function(interpret=False, target=target.chip.name)
+        arguments = (function, candidate.bound.avals, target.name)
+        job = call_job(child.inspect, arguments, limit)
+        if job is not None:
+            packed.append(candidate)
+            jobs.append(job)
+            continue
+        # Something in it cannot be sent to a worker; tracing here is all that is left.
+        started = time.monotonic()
+        take(candidate, child.inspect(*arguments), time.monotonic() - started)
+    for position, outcome in pool.run_all(jobs):
+        candidate = packed[position]
+        if (row := lost_row(candidate.config, outcome, limit)) is not None:
+            found(candidate.index, row)
+        else:
+            take(candidate, outcome.value, outcome.seconds)
+    return inspections
+
+
+def _without_overflows(
+    candidates: Sequence[Candidate],
+    inspections: Mapping[int, child.Inspection],
+    target: Target,
+    found: Found,
+) -> list[Candidate]:
+    fitting = []
+    for candidate in candidates:
+        if candidate.index not in inspections:
+            continue
+        models = inspections[candidate.index].models
+        overflow = next(filter(None, (model.overflow(target.chip) for model in models)), None)
+        if overflow is None:
+            fitting.append(candidate)
+        else:
+            found(candidate.index, TuneRow(candidate.config, "vmem", overflow))
+    return fitting
+
+
+def _without_copies(
+    candidates: Sequence[Candidate], inspections: Mapping[int, child.Inspection]
+) -> tuple[list[Candidate], dict[int, list[Candidate]]]:
+    """Separate the first candidate of each program from those with the identical program."""
+    by_digest: dict[str, Candidate] = {}
+    copies: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        one = by_digest.setdefault(inspections[candidate.index].digest, candidate)
+        if one is not candidate:
+            copies.setdefault(one.index, []).append(candidate)
+    return list(by_digest.values()), copies
+
+
+def _queue(
+    candidates: Sequence[Candidate],
+    inspections: Mapping[int, child.Inspection],
+    target: Target,
+    first: int | None,
+) -> list[Candidate]:
+    costs: dict[int, float] = {}
+    place = None
+    for position, candidate in enumerate(candidates):
+        evidence = Evidence(target.chip, inspections[candidate.index].models)
+        figure = Roofline().figure(evidence)
+        if figure is not None:
+            costs[position] = figure
+        if candidate.index == first:
+            place = position
+    return [candidates[i] for i in search.order(len(candidates), costs, place)]
+
+
+def _compile(
+    queue: Sequence[Candidate],
+    inspections: Mapping[int, child.Inspection],
+    target: Target,
+    objective: Objective,
+    found: Found,
+    pool: Pool,
+    timeout_s: float,
+    deadline: float,
+) -> None:
+    """Compile in small batches: a failure can spare larger candidates, and the budget holds."""
+    too_large: list[Mapping[str, Any]] = []
+    waiting = list(queue)
+    while waiting:
+        batch, waiting = waiting[: 2 * pool.max_workers], waiting[2 * pool.max_workers :]
+        for candidate, row in _compile_batch(
+            batch, inspections, target, objective, too_large, timeout_s, deadline
+        ):
+            found(candidate.index, row)
+            if row.status == "vmem":
+                too_large.append(candidate.config)
+
+
+def _compile_batch(
+    batch: Sequence[Candidate],
+    inspections: Mapping[int, child.Inspection],
+    target: Target,
+    objective: Objective,
+    too_large: Sequence[Mapping[str, Any]],
+    timeout_s: float,
+    deadline: float,
+) -> Iterator[tuple[Candidate, TuneRow]]:
+    trying, requests = [], []
+    left = deadline - time.monotonic()
+    for candidate in batch:
+        smaller = search.dominated(candidate.config, too_large)
+        if smaller is not None:
+            reason = f"not tried: asks for no less than {config_text(smaller)}, which did not fit"
+            yield candidate, TuneRow(candidate.config, "vmem", reason)
+        elif left <= 0:
+            yield candidate, TuneRow(candidate.config, "skipped", "the time budget had ended")
+        else:
+            trying.append(candidate)
+            requests.append(_request(candidate, target, min(timeout_s, left)))
+    for position, report in compile_all(requests):
+        candidate = trying[position]
+        evidence = Evidence(target.chip, inspections[candidate.index].models, report)
+        if report.ok:
+            yield candidate, _ok_row(candidate, evidence, objective)
+        else:
+            yield candidate, _failed_row(candidate, report)
+
+
+def _request(candidate: Candidate, target: Target, timeout_s: float) -> Request:
+    spec = candidate.bound.kernel.spec
+    return Request(
+        fn=candidate.bound.function(interpret=False, target=target.chip.name),
+        avals=candidate.bound.avals,
+        target=target,
+        name=spec.name,
+        where=str(spec.source),
+        timeout_s=timeout_s,
+        isolate=True,
+    )
+
+
+def _failed_row(candidate: Candidate, report: CompileReport) -> TuneRow:
+    status = report.status if report.status != "unavailable" else "error"
+    where = f" at {report.where}" if report.where else ""
+    return TuneRow(
+        candidate.config,
+        status,
+        one_line(report.error or report.status) + where,
+        seconds=report.seconds,
+        figures=_figures(report),
+    )
+
+
+def _ok_row(candidate: Candidate, evidence: Evidence, objective: Objective) -> TuneRow:
+    report = evidence.report
+    return TuneRow(
+        candidate.config,
+        "ok",
+        cost=objective.figure(evidence),
+        cost_unit=objective.unit,
+        seconds=report.seconds if report is not None else 0.0,
+        figures=_figures(report) if report is not None else {},
+    )
+
+
+def _figures(report: CompileReport) -> dict[str, Any]:
+    names = ("vmem_bytes", "bundles", "spills", "code_bytes", "hbm_temp_bytes", "cached")
+    return {name: value for name in names if (value := getattr(report, name)) is not None}

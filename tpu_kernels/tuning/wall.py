@@ -1,0 +1,196 @@
+"""Trying candidates on this machine's CPU: run, compare with the reference, time, choose.
+
+The programs run in worker processes with the Pallas interpreter. Their times say nothing about a
+TPU; they tell working configs from broken ones, and rank pure JAX kernels on the CPU itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kernels.compiler.pool import Job, Pool
+from tpu_kernels.dsl import dtypes
+from tpu_kernels.errors import TuningError
+from tpu_kernels.tuning import child, compare
+from tpu_kernels.tuning.candidates import Candidate, call_job, failure_row, lost_row
+from tpu_kernels.tuning.compiled import Found
+from tpu_kernels.tuning.report import TuneRow
+from tpu_kernels.tuning.selection import Selection, select
+
+_ROUGH_SAMPLES = 3
+_CLOSE = 1.5  # candidates within this factor of the best are timed again, in rounds
+_FINALISTS = 8
+_SAMPLES_EACH = 40
+_FINAL_S = 20.0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A candidate as the workers know it."""
+
+    candidate: Candidate
+    function: Callable[..., Any]
+    name: str
+
+
+class WallSearch:
+    """Candidates of one call on the CPU.
+
+    Args:
+        candidates: The candidates; they share their tensors.
+        wanted: The reference's outputs, None to compare nothing.
+        tolerance: See `compare.difference`.
+        timeout_s: Seconds for one candidate.
+        deadline: When to stop (`time.monotonic`).
+
+    A context manager: on leaving, no worker is left behind.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        wanted: Sequence[torch.Tensor] | None,
+        *,
+        tolerance: float | None = None,
+        timeout_s: float,
+        deadline: float,
+    ) -> None:
+        self._wanted = wanted
+        self._tolerance = tolerance
+        self._timeout_s = timeout_s
+        self._deadline = deadline
+        self._pool = Pool()
+        self._folder = tempfile.TemporaryDirectory(prefix="tpu_kernels-tuning-")
+        self._inputs = str(Path(self._folder.name) / "inputs.pickle")
+        self._sent = [_Sent(c, c.bound.function(interpret=True), f"c{c.index}") for c in candidates]
+        tensors = candidates[0].bound.tensors if candidates else ()
+        values = [to_numpy(tensor) for tensor in tensors]
+        Path(self._inputs).write_bytes(pickle.dumps(values))
+
+    def __enter__(self) -> WallSearch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+        self._folder.cleanup()
+
+    def try_all(self, found: Found) -> None:
+        """Run every candidate once, compare its result, and time it roughly."""
+        jobs, tried = [], []
+        for sent in self._sent:
+            if time.monotonic() >= self._deadline:
+                skipped = TuneRow(sent.candidate.config, "skipped", "the time budget had ended")
+                found(sent.candidate.index, skipped)
+                continue
+            job = self._job(child.trial, sent, _ROUGH_SAMPLES)
+            if job is None:
+                reason = (
+                    "the kernel cannot be sent to a worker process: it holds what has no pickle"
+                )
+                found(sent.candidate.index, TuneRow(sent.candidate.config, "error", reason))
+                continue
+            jobs.append(job)
+            tried.append(sent)
+        for position, outcome in self._pool.run_all(jobs):
+            candidate = tried[position].candidate
+            row = lost_row(candidate.config, outcome, self._timeout_s)
+            if row is None:
+                row = replace(self._judge(candidate, outcome.value), seconds=outcome.seconds)
+            found(candidate.index, row)
+
+    def choose(
+        self, rows: Mapping[int, TuneRow], default: int | None
+    ) -> tuple[int, Selection, dict[int, TuneRow]]:
+        """Time the best candidates again, in rounds, and choose.
+
+        Args:
+            rows: Rows of the candidates that work, by index; at least one.
+            default: Index of the config in force, kept in doubt.
+
+        Returns:
+            Index of the choice, the selection with its figures, and the rows that have new times.
+        """
+        ranked = sorted(rows, key=lambda index: rows[index].rank)
+        finalists = [i for i in ranked if rows[i].rank <= _CLOSE * rows[ranked[0]].rank]
+        finalists = finalists[:_FINALISTS]
+        if default in rows and default not in finalists:
+            finalists.append(default)
+        start = default if default in rows else finalists[0]
+        by_index = {sent.candidate.index: sent for sent in self._sent}
+        left = max(0.0, self._deadline - time.monotonic())
+        selection = select(
+            [{"index": index} for index in finalists],
+            default={"index": start},
+            measure=lambda config: self._time(by_index[config["index"]]),
+            budget=_SAMPLES_EACH * len(finalists),
+            budget_s=min(_FINAL_S, left),
+        )
+        again = {}
+        for figures in selection.samples:
+            index = figures.config["index"]
+            if figures.samples:
+                again[index] = replace(
+                    rows[index],
+                    time_us=figures.median_us,
+                    figures={"spread_us": figures.spread_us, "samples": figures.samples},
+                )
+        return selection.config["index"], selection, again
+
+    def _job(self, function: Callable[..., Any], sent: _Sent, samples: int) -> Job | None:
+        arguments = (sent.function, self._inputs, sent.name, samples)
+        return call_job(function, arguments, self._timeout_s)
+
+    def _time(self, sent: _Sent) -> float:
+        job = self._job(child.sample, sent, 1)
+        if job is None:
+            raise TuningError("the kernel cannot be sent to a worker process")
+        outcome = self._pool.run(job)
+        row = lost_row(sent.candidate.config, outcome, self._timeout_s)
+        if row is not None:
+            raise TuningError(f"timing failed: {row.status}: {row.reason}")
+        if isinstance(outcome.value, child.Failure):
+            raise TuningError(f"timing failed: {outcome.value.type}: {outcome.value.message}")
+        return float(outcome.value[0])
+
+    def _judge(self, candidate: Candidate, answer: child.Trial | child.Failure) -> TuneRow:
+        if isinstance(answer, child.Failure):
+            return failure_row(candidate.config, answer, None)
+        if self._wanted is not None:
+            got = [to_tensor(*packed) for packed in answer.outputs]
+            if reason := compare.difference(got, self._wanted, self._tolerance):
+                return TuneRow(candidate.config, "wrong", reason)
+        return TuneRow(candidate.config, "ok", time_us=statistics.median(answer.times_us))
+
+
+def to_numpy(tensor: torch.Tensor) -> Any:
+    """Return a tensor's logical values as a NumPy array with the dtype that JAX uses for it.
+
+    Example:
+        >>> to_numpy(torch.ones(2, 3, dtype=torch.bfloat16).T).shape
+        (3, 2)
+    """
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = host.reshape(-1).view(torch.uint8).numpy()
+    return flat.view(dtypes.to_jax(tensor.dtype)).reshape(tuple(host.shape)).copy()
+
+
+def to_tensor(data: bytes, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """Return the tensor of an array that was packed as bytes, shape and dtype name.
+
+    Example:
+        >>> to_tensor(b"\\x00\\x00\\x80\\x3f", (1,), "float32")
+        tensor([1.])
+    """
+    wanted = dtypes.normalize(dtype)
+    if not data:
+        return torch.empty(tuple(shape), dtype=wanted)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(wanted).reshape(tuple(shape))
