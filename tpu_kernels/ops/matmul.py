@@ -138,6 +138,10 @@ def _launch(x: jax.Array, y: jax.Array, plan: Plan) -> jax.Array:
     out = jax.ShapeDtypeStruct((*batch, m, n), plan.out_dtype)
     if 0 in out.shape or k == 0:  # a grid cannot be empty, and a sum over nothing is zero
         return jnp.zeros(out.shape, out.dtype)
+    if not all(isinstance(size, int) for size in (*out.shape, k)):
+        # Sizes are symbols only while the registry derives the result's shape. Blocks cannot be
+        # chosen for symbols, and any operation of that shape will do.
+        return jnp.empty(out.shape, out.dtype)
     blocks = choose_blocks(x, y, plan)
     steps = pl.cdiv(k, blocks.k)
 
