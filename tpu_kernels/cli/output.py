@@ -49,7 +49,9 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=any(columns)
+        )
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
