@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,12 @@ class Fallback:
 
     def __init__(self, op: OpOverload, override: Override) -> None:
         self._op = op
-        self._override = override
+        self._override = weakref.ref(override)  # not to keep alive what holds this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with the operator's arguments."""
-        busy = BUSY.overrides
-        BUSY.overrides = busy | {self._override}
+        busy, override = BUSY.overrides, self._override()
+        BUSY.overrides = busy if override is None else busy | {override}
         try:
             return self._op(*args, **kwargs)
         finally:
@@ -80,7 +81,8 @@ def predicate_for_site(predicate: Function | None, site: Site) -> Function | Non
     if predicate is None:
         return None
     if site.variant == "out":
-        return lambda *args, **kwargs: predicate(*args, **_split(kwargs)[0])
+        outputs = site.outputs
+        return lambda *args, **kwargs: predicate(*args, **_split(kwargs, outputs)[0])
     if site.variant == "direct" and site.exact:
         return getattr(predicate, "__wrapped__", predicate)
     return predicate
@@ -94,21 +96,24 @@ def for_site(run: Function, override: Override, site: Site) -> Function:
         return lambda target, *args, **kwargs: _write_back(target, run(target, *args, **kwargs))
     if site.variant == "out":
         refusing = Fallback(site.op, override)
+        outputs = site.outputs
 
         def into_out(*args: Any, **kwargs: Any) -> Any:
             if site.differentiates and composite.wants_gradient(args, kwargs):
                 return refusing(*args, **kwargs)  # torch's own error: out= has no gradient
-            plain, outs = _split(kwargs)
+            plain, outs = _split(kwargs, outputs)
             return _write_outs(outs, run(*args, **plain))
 
         return into_out
     return run
 
 
-def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _split(
+    kwargs: dict[str, Any], outputs: frozenset[str]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Split keyword arguments into the functional operator's and the tensors to write to."""
-    plain = {k: v for k, v in kwargs.items() if not k.startswith("out")}
-    return plain, [v for k, v in kwargs.items() if k.startswith("out")]
+    plain = {k: v for k, v in kwargs.items() if k not in outputs}
+    return plain, [v for k, v in kwargs.items() if k in outputs]
 
 
 def _write_back(target: Any, result: Any) -> Any:

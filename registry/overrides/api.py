@@ -192,16 +192,17 @@ def _validate(
         )
     if impl is op or getattr(impl, "op", None) is op:
         raise OverrideError(f"override({name!r}): the implementation is the operator itself")
-    required = signature(op).required
+    call = signature(op)
     for function, what in ((impl, "implementation"), (when, "predicate")):
         if function is None:
             continue
         takes = arity(function)
-        if not takes.admits(required) or (what == "implementation" and takes.required > required):
+        missing = set(takes.required[call.required :]).difference(call.keywords)
+        if not takes.admits(call.required) or (what == "implementation" and missing):
             at_most = "any number of" if takes.positional is None else takes.positional
             raise OverrideError(
-                f"override({name!r}): the {what} {names.name_of(function)} takes {takes.required} "
-                f"to {at_most} positional arguments, the operator passes {required}",
+                f"override({name!r}): the {what} {names.name_of(function)} takes "
+                f"{len(takes.required)} to {at_most} positional arguments, the operator passes {call.required}",
                 where=names.where(function),
                 hint=f"the operator is {compat.schema_of(op)}",
             )

@@ -97,7 +97,11 @@ class Scope:
 
     def replaced(self, **changes: Any) -> Scope:
         """A copy with some attributes changed."""
-        kept = {"activations": self.activations, "debug": self.debug, "recorder": self.recorder}
+        kept: dict[str, Any] = {
+            "activations": self.activations,
+            "debug": self.debug,
+            "recorder": self.recorder,
+        }
         return Scope(**(kept | changes))
 
 

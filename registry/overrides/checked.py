@@ -15,33 +15,36 @@ from tpu_kernels.registry.overrides.chain import (
     scoped_chain,
     without,
 )
-from tpu_kernels.registry.overrides.targets import is_mutable
+from tpu_kernels.registry.overrides.targets import is_mutable, signature
 
 
 def call(slot: Slot, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the written kernels do, with everything that debug mode and `explain_overrides` add."""
     scope = current_scope()
+    # A call from inside an implementation is the implementation's business, not the model's.
+    recorder = None if BUSY.overrides else scope.recorder
     chain = without(scoped_chain(slot) if FLAGS.scoped else slot.chain, BUSY.overrides)
     declines: list[tuple[str, str]] = []
     for link in chain:
-        reason = _declined(link, args, kwargs)
+        reason = _declined(link, slot, args, kwargs)
         if reason is not None:
             declines.append((link.override.impl_name, reason))
             continue
         ran, result = _run(link, slot, keyset, args, kwargs, scope.debug or link.override.debug)
         if ran:
-            if scope.recorder is not None:
-                scope.recorder.note(slot.site, args, link.override.impl_name, declines)
+            if recorder is not None:
+                recorder.note(slot.site, args, link.override.impl_name, declines)
             return result
         declines.append((link.override.impl_name, f"raised: {link.override.last_error}"))
-    if scope.recorder is not None:
-        scope.recorder.note(slot.site, args, None, declines)
+    if recorder is not None:
+        recorder.note(slot.site, args, None, declines)
     return slot.original(keyset, *args, **kwargs)
 
 
-def _declined(link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _declined(link: Link, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     override = link.override
-    if not override.takes(len(args), kwargs):
+    always = signature(slot.site.op).keywords  # the tensors to write to: `run` deals with them
+    if not override.takes(len(args), {k: v for k, v in kwargs.items() if k not in always}):
         return override.last_decline
     if link.when is None:
         return None

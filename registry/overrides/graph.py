@@ -207,8 +207,8 @@ def decomposition_table(base: Mapping[Any, Function] | None = None) -> dict[Any,
         >>> def product(a, b):
         ...     return (a[:, :, None] * b).sum(1)
         >>> with override("aten::mm", product, device="cpu"):
-        ...     traced = make_fx(torch.mm, decomposition_table())(torch.ones(2, 2), torch.ones(2, 2))
-        >>> "aten.mm" in traced.code, "aten.sum" in traced.code
+        ...     graph = make_fx(torch.mm, decomposition_table())(torch.ones(2, 2), torch.ones(2, 2))
+        >>> "aten.mm" in graph.code, "aten.sum" in graph.code
         (False, True)
     """
     table = dict(base or {})

@@ -219,7 +219,7 @@ class Override:
 
     def takes(self, positional: int, keywords: dict[str, Any]) -> bool:
         """Whether the implementation has parameters for what the operator was called with."""
-        if self._arity.admits(positional, (k for k in keywords if not k.startswith("out"))):
+        if self._arity.admits(positional, keywords):
             return True
         self.declines += 1
         extra = ", ".join(keywords) or f"{positional} positional arguments"
@@ -233,7 +233,7 @@ class Override:
 
     def implementation_raised(self, error: Exception) -> None:
         """Return (so that the next in the chain runs) where the user allowed that, else raise."""
-        self._failed(error, self.impl_name)
+        self._failed(error, "it")
 
     def _failed(self, error: Exception, culprit: str) -> None:
         self.errors += 1

@@ -123,6 +123,11 @@ class Site:
     device: str
 
     @property
+    def outputs(self) -> frozenset[str]:
+        """Names of the tensors that an out variant writes to."""
+        return frozenset(a.name for a in _arguments(self.op) if a.is_out)
+
+    @property
     def exact(self) -> bool:
         """Whether torch passes the same number of arguments in every call."""
         return not signature(self.op).optional
@@ -205,12 +210,12 @@ class Arity:
     Attributes:
         positional: Most positional arguments, or None for any number.
         names: Accepted keyword names, or None for all.
-        required: Fewest positional arguments.
+        required: Names of the positional parameters without a default.
     """
 
     positional: int | None
     names: frozenset[str] | None
-    required: int = 0
+    required: tuple[str, ...] = ()
 
     def admits(self, positional: int, keywords: Any = ()) -> bool:
         """Whether a call with so many positional arguments and these keywords binds."""
@@ -225,7 +230,7 @@ def arity(function: Callable[..., Any]) -> Arity:
     if isinstance(operator, OpOverload):
         arguments = _arguments(operator)
         positional = [a for a in arguments if not a.kwarg_only]
-        required = sum(not a.has_default_value() for a in positional)
+        required = tuple(a.name for a in positional if not a.has_default_value())
         return Arity(len(positional), frozenset(a.name for a in arguments), required)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -241,5 +246,7 @@ def arity(function: Callable[..., Any]) -> Arity:
         names=None
         if any(p.kind is P.VAR_KEYWORD for p in parameters)
         else frozenset(p.name for p in by_name),
-        required=sum(p.default is P.empty and p.name != "fallback" for p in by_position),
+        required=tuple(
+            p.name for p in by_position if p.default is P.empty and p.name != "fallback"
+        ),
     )
