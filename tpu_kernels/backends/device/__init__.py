@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tpu_kernels.backends.device.capsule import mark_cpu, mark_tpu, to_cpu, to_tpu
-from tpu_kernels.backends.device.install import (
+from tpu_kernels.backends.device.installation import (
     auto_install,
     install,
     is_installed,

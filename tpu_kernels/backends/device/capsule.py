@@ -63,7 +63,10 @@ def mark_cpu(capsule: Any) -> None:
 
 
 def wrap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor's memory as a device tensor; `to_tpu` for kernels, without lazy bits."""
+    """Return a CPU tensor's memory as a device tensor: `to_tpu` for kernels.
+
+    Does without lazy bits; the CPU tensor must be a temporary, or stay on its memory.
+    """
     try:
         capsule = to_dlpack(tensor)
     except RuntimeError as error:
@@ -76,7 +79,10 @@ def wrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a device tensor's memory as a CPU tensor; `to_cpu` for kernels, without lazy bits."""
+    """Return a device tensor's memory as a CPU tensor: `to_cpu` for kernels.
+
+    Does without lazy bits; the result must not outlive the kernel's call.
+    """
     capsule = to_dlpack(tensor)
     field = _int32_at(_uint64_at(id(capsule) + 16).value + 8)
     if field.value != 12:
@@ -123,7 +129,9 @@ def to_tpu(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.get_device() >= 0:
         return tensor
-    return _with_lazy_bits(wrap(tensor), tensor)
+    # An export keeps alive the tensor, not its storage: a tensor that is later given other memory
+    # (`set_`, `.data =`) would leave the import dangling. Nobody can do that to a detached alias.
+    return with_lazy_bits(wrap(tensor.detach()), tensor)
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,11 +153,11 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.get_device() < 0:
         return tensor
-    return _with_lazy_bits(unwrap(tensor), tensor)
+    return with_lazy_bits(unwrap(tensor.detach()), tensor)
 
 
-def _with_lazy_bits(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    # DLPack knows nothing of torch's lazy conjugation and negation, it exports the plain memory.
+def with_lazy_bits(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return an import with the lazy conjugation and negation of its source, unknown to DLPack."""
     if source.is_conj():
         result = result.conj()
     if source.is_neg():

@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels._compat_torch import key_set, redispatcher, registered_operators
-from tpu_kernels.backends.device.capsule import to_cpu, to_tpu, unwrap, wrap
+from tpu_kernels.backends.device.capsule import to_tpu, unwrap, with_lazy_bits, wrap
 
 CPU_KEYS = key_set("CPU")
 _CPU_DEVICE = torch.device("cpu")
@@ -34,6 +34,9 @@ _pack_padded_sequence _ctc_loss _fused_adamw_ _fused_adam_ _fused_sgd_ _fused_ad
 repeat_interleave is_same_size tensor_split
 """
 TAKES_CPU_TENSORS = frozenset(_TAKES_CPU_TENSORS.split())
+
+# Results that alias an argument, by a schema that does not say so.
+_UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 
 # Families whose CPU kernels may return a lazily conjugated result.
 _RETURNS_LAZY_BITS = ("linalg", "lu_", "cholesky", "triangular", "ormqr", "fft", "svd", "lstsq")
@@ -74,30 +77,50 @@ def _lazy_input(tensor: Any) -> Any:
     # For the few operators that torch hands tensors with the lazy conjugate or negation bit set.
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    if tensor.get_device() < 0 and tensor.dim():
-        raise mixed_devices()
-    return to_cpu(tensor)
+    if tensor.get_device() < 0:
+        if tensor.dim():
+            raise mixed_devices()
+        return tensor
+    return with_lazy_bits(unwrap(tensor), tensor)
 
 
 def _lazy_written(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.get_device() < 0:
-        raise mixed_devices()
-    return to_cpu(tensor)
+    return with_lazy_bits(_written(tensor), tensor)
 
 
 def _output_argument(tensor: torch.Tensor) -> torch.Tensor:
     # An imported storage cannot be resized, so an empty `out=` is given memory of its own first.
     if tensor.get_device() < 0:
         raise mixed_devices()
-    return torch.empty(0, dtype=tensor.dtype) if tensor.numel() == 0 else to_cpu(tensor)
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=tensor.dtype)
+    return with_lazy_bits(unwrap(tensor), tensor)
 
 
 def adopt(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Let a device tensor take over the memory, shape and strides of a CPU tensor, in place."""
-    _set_tensor(CPU_KEYS, tensor, wrap(memory))
+    """Let a device tensor take over the memory, shape and strides of a CPU tensor, in place.
+
+    Args:
+        tensor: Tensor on the device.
+        memory: CPU tensor; a stand-in for ``tensor`` itself, resized in place, is recognised.
+    """
+    if tensor.numel() and memory.untyped_storage().data_ptr() == tensor.data_ptr():
+        # The same memory, only the shape changed. Adopting the stand-in's storage would free
+        # the tensor's own, which the stand-in lives on.
+        _set_storage(
+            CPU_KEYS,
+            tensor,
+            tensor.untyped_storage(),
+            tensor.storage_offset() + memory.storage_offset(),
+            memory.shape,
+            memory.stride(),
+        )
+    else:
+        _set_tensor(CPU_KEYS, tensor, wrap(memory))
 
 
 _set_tensor = redispatcher(torch.ops.aten.set_.source_Tensor)
+_set_storage = redispatcher(torch.ops.aten.set_.source_Storage_storage_offset)
 
 
 @functools.cache
@@ -169,6 +192,8 @@ _STUB = _stub.__code__
 
 def is_view(operator: OpOverload) -> bool:
     """Return whether an operator's result aliases an argument without writing to it."""
+    if operator._opname in _UNDECLARED_VIEWS:
+        return True
     returns = operator._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

@@ -15,7 +15,7 @@ import torch
 from tpu_kernels._compat_torch import redispatcher
 from tpu_kernels.backends.device.capsule import to_cpu, unwrap, wrap
 from tpu_kernels.backends.device.handlers import CPU_KEYS, adopt, mixed_devices
-from tpu_kernels.backends.device.install import limits
+from tpu_kernels.backends.device.installation import limits
 from tpu_kernels.errors import DeviceError
 
 aten = torch.ops.aten
