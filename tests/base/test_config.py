@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tpu_kernels.compiler.chips import chips
 from tpu_kernels.config import CACHE_DIR, CHIPS, SIM_CHIP, SIM_DEVICE, Settings, settings
 from tpu_kernels.errors import ConfigError
 
@@ -55,3 +56,7 @@ def test_settings_are_kept_until_cleared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     finally:
         monkeypatch.undo()
         settings.cache_clear()
+
+
+def test_the_generations_are_those_that_the_compiler_layer_knows() -> None:
+    assert tuple(chips()) == CHIPS
