@@ -1,4 +1,4 @@
-"""What every test shares: skips for absent optional packages, and a cache folder of the run's own."""
+"""What every test shares: skips for absent packages, and a cache folder of the run's own."""
 
 from __future__ import annotations
 

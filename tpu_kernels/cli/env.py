@@ -206,10 +206,10 @@ def _print(
         state = "ok" if package.ok else ("missing" if package.version is None else "untested")
         rows.append((package.name, package.version, package.wanted, state))
     output.table("Packages", ("package", "installed", "wanted", ""), rows)
-    rows = [(kind, ", ".join(files) or "none") for kind, files in devices.items()]
-    output.table("Devices", ("kind", "device files"), rows)
-    rows = [(f"TPU_KERNELS_{k.upper()}", v) for k, v in asdict(settings()).items()]
-    output.table("Settings", ("variable", "in force"), rows)
+    files = [(kind, ", ".join(found) or "none") for kind, found in devices.items()]
+    output.table("Devices", ("kind", "device files"), files)
+    in_force = [(f"TPU_KERNELS_{k.upper()}", v) for k, v in asdict(settings()).items()]
+    output.table("Settings", ("variable", "in force"), in_force)
     output.table(
         "What works here",
         ("", "what", "why", "to add it"),

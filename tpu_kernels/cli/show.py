@@ -95,5 +95,5 @@ def _print(facts: dict[str, Any], output: Output) -> None:
     output.table("Facts", ("", ""), shown)
     if choice := facts.get("choice"):
         config = ", ".join(f"{k}={v}" for k, v in choice["config"].items()) or "nothing to choose"
-        rows = [(config, choice["provenance"], choice["reason"])]
-        output.table("Config of this call", ("config", "from", "why"), rows)
+        row = (config, choice["provenance"], choice["reason"])
+        output.table("Config of this call", ("config", "from", "why"), [row])
