@@ -202,7 +202,8 @@ def _validate(
             at_most = "any number of" if takes.positional is None else takes.positional
             raise OverrideError(
                 f"override({name!r}): the {what} {names.name_of(function)} takes "
-                f"{len(takes.required)} to {at_most} positional arguments, the operator passes {call.required}",
+                f"{len(takes.required)} to {at_most} positional arguments, the operator passes "
+                f"{call.required}",
                 where=names.where(function),
                 hint=f"the operator is {compat.schema_of(op)}",
             )

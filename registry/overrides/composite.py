@@ -39,22 +39,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def operator_of(impl: Callable[..., Any]) -> OpOverload | None:
-    """The torch operator behind an implementation, if it is one or (a `Kernel`) has one."""
-    operator = getattr(impl, "op", impl)
-    return operator if isinstance(operator, OpOverload) else None
-
-
 def may_differentiate(impl: Callable[..., Any]) -> bool:
     """Whether an implementation can have a gradient of its own; a plain function always can."""
     kernel = kernel_of(impl)
     if kernel is not None:
         return not isinstance(kernel.autograd.rule, NoRule)
-    operator = operator_of(impl)
-    if operator is None:
+    if not isinstance(impl, OpOverload):
         return True
     keys = ("Autograd", "AutogradCPU", "AutogradPrivateUse1", "CompositeImplicitAutograd")
-    return any(compat.has_kernel(operator, key) for key in keys)
+    return any(compat.has_kernel(impl, key) for key in keys)
 
 
 def differentiable(run: Callable[..., Any], override: Override) -> Callable[..., Any]:

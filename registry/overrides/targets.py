@@ -226,7 +226,8 @@ class Arity:
 
 def arity(function: Callable[..., Any]) -> Arity:
     """The `Arity` of a callable; anything goes for one whose signature Python cannot tell."""
-    operator = getattr(function, "op", function)
+    # A kernel has an operator; so has, under the same name, an operator: its C++ function.
+    operator = function if isinstance(function, OpOverload) else getattr(function, "op", None)
     if isinstance(operator, OpOverload):
         arguments = _arguments(operator)
         positional = [a for a in arguments if not a.kwarg_only]
