@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tpu_kernels.cli import env, main
+from tpu_kernels.cli import list as list_command
 from tpu_kernels.config import SIM_CHIP, settings
 
 USER_FILE = str(Path(__file__).with_name("kernels_of_a_user.py"))
@@ -289,3 +290,25 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     child.stdout.close()
     _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (main.EXIT_OK, "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "shown"),
+    [
+        (
+            "f(Tensor x, *, int a=1, bool t=False) -> Tensor",
+            "(Tensor x, *, bool t=False) -> Tensor",
+        ),
+        ("f(Tensor x, *, int[2] a=[8, 16], int? b=None) -> ()", "(Tensor x) -> ()"),
+        ("f(Tensor ab, int a) -> Tensor", "(Tensor ab) -> Tensor"),
+    ],
+)
+def test_a_listed_signature_leaves_the_tunables_out(schema: str, shown: str) -> None:
+    facts = {
+        "name": "ns::f",
+        "schema": schema,
+        "tunables": ["a", "b"],
+        "language": "",
+        "source": "",
+    }
+    assert list_command._row(facts)[1] == shown

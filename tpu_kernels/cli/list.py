@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
 
 from tpu_kernels.cli.kernels import add_import_option, load_kernels
@@ -23,15 +24,25 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     """Print the kernels; True also if there are none."""
     rows = [describe(kernel) for kernel in load_kernels(options.imports).values()]
     output.document({"kernels": rows})
-    output.table(
-        "",
-        ("kernel", "schema", "language", "tunable", "defined at"),
-        [
-            (r["name"], r["schema"], r["language"], ", ".join(r["tunables"]) or None, r["source"])
-            for r in rows
-        ],
-    )
+    columns = ("kernel", "takes and returns", "tunable", "language", "defined at")
+    output.table("", columns, [_row(row) for row in rows])
     return True
+
+
+def _row(facts: dict[str, Any]) -> tuple[object, ...]:
+    """The cells of a table, without what the schema repeats: the name, and the tunables."""
+    tunables = facts["tunables"]
+    signature = facts["schema"].removeprefix(facts["name"].partition("::")[2])
+    for name in tunables:
+        signature = re.sub(rf", [^ ,]+ {name}(=\[[^]]*\]|=[^,)]*)?(?=[,)])", "", signature)
+    signature = signature.replace(", *)", ")")
+    return (
+        facts["name"],
+        signature,
+        ", ".join(tunables) or None,
+        facts["language"],
+        facts["source"],
+    )
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
