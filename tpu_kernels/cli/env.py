@@ -203,8 +203,7 @@ def _print(
     )
     rows = []
     for package in packages.values():
-        state = "ok" if package.ok else ("missing" if package.version is None else "untested")
-        rows.append((package.name, package.version, package.wanted, state))
+        rows.append((package.name, package.version, package.wanted, _state(package)))
     output.table("Packages", ("package", "installed", "wanted", ""), rows)
     files = [(kind, ", ".join(found) or "none") for kind, found in devices.items()]
     output.table("Devices", ("kind", "device files"), files)
@@ -215,6 +214,14 @@ def _print(
         ("", "what", "why", "to add it"),
         [("yes" if a.works else "no", a.what, a.reason, a.add) for a in abilities],
     )
+
+
+def _state(package: Package) -> str:
+    if package.ok:
+        return "ok"
+    if package.version is not None:
+        return "untested version"
+    return f"optional, extra '{OPTIONAL[package.name]}'" if package.name in OPTIONAL else "missing"
 
 
 def _version(name: str) -> str | None:

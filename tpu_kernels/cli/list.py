@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from tpu_kernels.cli.kernels import add_import_option, load_kernels
-from tpu_kernels.cli.output import Output
+from tpu_kernels.cli.output import Output, output_path
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.kernel import Kernel
@@ -41,7 +41,7 @@ def _row(facts: dict[str, Any]) -> tuple[object, ...]:
         signature,
         ", ".join(tunables) or None,
         facts["language"],
-        facts["source"],
+        output_path(facts["source"]),
     )
 
 

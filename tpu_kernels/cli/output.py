@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
 
 # Wide enough that a table is not folded when it goes into a pipe or a file.
 PIPE_WIDTH = 400
+
+
+def output_path(place: str) -> str:
+    """Shorten a path, with or without a line, if it lies below the working folder.
+
+    Example:
+        >>> output_path(f"{os.getcwd()}/kernels.py:3"), output_path("/elsewhere/kernels.py")
+        ('kernels.py:3', '/elsewhere/kernels.py')
+    """
+    return place.removeprefix(os.getcwd() + os.sep)
 
 
 class Output:

@@ -10,7 +10,7 @@ from tpu_kernels.cli.argspec import empty_tensor
 from tpu_kernels.cli.arguments import add_call_arguments, call_arguments
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
 from tpu_kernels.cli.list import describe
-from tpu_kernels.cli.output import Output
+from tpu_kernels.cli.output import Output, output_path
 
 if TYPE_CHECKING:
     from tpu_kernels.dsl.spec import Parameter
@@ -83,7 +83,7 @@ def _print(facts: dict[str, Any], output: Output) -> None:
     output.table("Parameters", ("name", "type", "kind", "default"), rows)
     shown = (
         ("language", facts["language"]),
-        ("defined at", facts["source"]),
+        ("defined at", output_path(facts["source"])),
         ("digest", facts["digest"][:16]),
         ("mutates", ", ".join(facts["mutates"]) or None),
         ("donates", ", ".join(facts["donates"]) or None),
