@@ -30,6 +30,7 @@ def python_blocks(text: str) -> str:
     return "\n".join(program)
 
 
+@pytest.mark.libtpu  # the documentation compiles and tunes
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_the_python_blocks_of(document: Path, tmp_path: Path) -> None:
     program = python_blocks((ROOT / document).read_text())
