@@ -85,6 +85,23 @@ def import_path() -> list[str]:
     return [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
 
 
+def is_importable(module: str) -> bool:
+    """Tell whether a fresh process with our search path would find a module.
+
+    Args:
+        module: Name of an imported module.
+
+    Returns:
+        False for ``__main__``, and for modules that were loaded from a path or made by hand.
+
+    Example:
+        >>> is_importable("json"), is_importable("__main__")
+        (True, False)
+    """
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module != "__main__" and isinstance(file, str) and _importable(module, file)
+
+
 def _unimportable() -> Iterator[ModuleType]:
     """Modules of the author's that a fresh process with our search path would not find."""
     for name, module in list(sys.modules.items()):
