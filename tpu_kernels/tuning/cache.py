@@ -87,7 +87,7 @@ class TuningCache:
             if identity in self._memory:
                 return self._memory[identity]
         record = self._read(self._file(encoded, identity))
-        return record if record is not None and record.key == encoded else None
+        return record if record is not None and record.digest == identity else None
 
     def put(
         self, key: Any, config: Mapping[str, Any], time_us: float | None = None, **provenance: Any

@@ -7,6 +7,7 @@ asks for more than a candidate that ran out of VMEM; identical programs are comp
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from tpu_kernels.tuning import child, search
 from tpu_kernels.tuning.candidates import Candidate, call_job, failure_row, lost_row, one_line
 from tpu_kernels.tuning.objective import Evidence, Objective, Roofline
 from tpu_kernels.tuning.report import TuneRow, config_text
+
+_EXHAUSTIVE = 16  # in a small space everything is compiled, so that the report is complete
 
 Found = Callable[[int, TuneRow], None]
 """Called with index and row as soon as the fate of a candidate is known."""
@@ -90,7 +93,7 @@ def _inspect(
 
     limit = min(timeout_s, max(1.0, deadline - time.monotonic()))
     for candidate in candidates:
-        function = candidate.bound.function(interpret=False, target=target.chip.name)
+        function = candidate.function(interpret=False, target=target.chip.name)
         arguments = (function, candidate.bound.avals, target.name)
         job = call_job(child.inspect, arguments, limit)
         if job is not None:
@@ -170,16 +173,61 @@ def _compile(
     deadline: float,
 ) -> None:
     """Compile in small batches: a failure can spare larger candidates, and the budget holds."""
-    too_large: list[Mapping[str, Any]] = []
+    spared = _Spared(inspections, target, objective, prune=len(queue) > _EXHAUSTIVE)
     waiting = list(queue)
     while waiting:
         batch, waiting = waiting[: 2 * pool.max_workers], waiting[2 * pool.max_workers :]
         for candidate, row in _compile_batch(
-            batch, inspections, target, objective, too_large, timeout_s, deadline
+            batch, inspections, target, objective, spared, timeout_s, deadline
         ):
             found(candidate.index, row)
-            if row.status == "vmem":
-                too_large.append(candidate.config)
+            spared.learn(candidate, row)
+
+
+class _Spared:
+    """What the fates of earlier candidates spare us to compile."""
+
+    def __init__(
+        self,
+        inspections: Mapping[int, child.Inspection],
+        target: Target,
+        objective: Objective,
+        *,
+        prune: bool,
+    ) -> None:
+        self._inspections = inspections
+        self._target = target
+        self._objective = objective
+        self._prune = prune
+        self._best = math.inf
+        self._too_large: list[Candidate] = []
+
+    def learn(self, candidate: Candidate, row: TuneRow) -> None:
+        """Take in the fate of a candidate."""
+        if row.status == "vmem":
+            self._too_large.append(candidate)
+        if row.ok and row.cost is not None:
+            self._best = min(self._best, row.cost)
+
+    def row(self, candidate: Candidate) -> TuneRow | None:
+        """The row of a candidate that need not be compiled, None for one that has to be."""
+        # A kernel may ask for more VMEM with larger blocks; only equal limits can be compared.
+        limits = self._limits(candidate)
+        failed = [c.config for c in self._too_large if self._limits(c) == limits]
+        if (smaller := search.dominated(candidate.config, failed)) is not None:
+            reason = f"not tried: asks for no less than {config_text(smaller)}, which did not fit"
+            return TuneRow(candidate.config, "vmem", reason)
+        if not self._prune:
+            return None
+        models = self._inspections[candidate.index].models
+        floor = self._objective.lower_bound(Evidence(self._target.chip, models))
+        if floor is None or floor <= self._best:
+            return None
+        reason = f"cannot be better: takes at least {floor:.4g} cycles, the best {self._best:.4g}"
+        return TuneRow(candidate.config, "skipped", reason)
+
+    def _limits(self, candidate: Candidate) -> tuple[int | None, ...]:
+        return tuple(m.vmem_limit for m in self._inspections[candidate.index].models)
 
 
 def _compile_batch(
@@ -187,17 +235,15 @@ def _compile_batch(
     inspections: Mapping[int, child.Inspection],
     target: Target,
     objective: Objective,
-    too_large: Sequence[Mapping[str, Any]],
+    spared: _Spared,
     timeout_s: float,
     deadline: float,
 ) -> Iterator[tuple[Candidate, TuneRow]]:
     trying, requests = [], []
     left = deadline - time.monotonic()
     for candidate in batch:
-        smaller = search.dominated(candidate.config, too_large)
-        if smaller is not None:
-            reason = f"not tried: asks for no less than {config_text(smaller)}, which did not fit"
-            yield candidate, TuneRow(candidate.config, "vmem", reason)
+        if (row := spared.row(candidate)) is not None:
+            yield candidate, row
         elif left <= 0:
             yield candidate, TuneRow(candidate.config, "skipped", "the time budget had ended")
         else:
@@ -208,6 +254,9 @@ def _compile_batch(
         evidence = Evidence(target.chip, inspections[candidate.index].models, report)
         if report.ok:
             yield candidate, _ok_row(candidate, evidence, objective)
+        elif report.status == "timeout" and left < timeout_s:
+            reason = "the time budget ended while it was being compiled"
+            yield candidate, TuneRow(candidate.config, "skipped", reason, seconds=report.seconds)
         else:
             yield candidate, _failed_row(candidate, report)
 
@@ -215,7 +264,7 @@ def _compile_batch(
 def _request(candidate: Candidate, target: Target, timeout_s: float) -> Request:
     spec = candidate.bound.kernel.spec
     return Request(
-        fn=candidate.bound.function(interpret=False, target=target.chip.name),
+        fn=candidate.function(interpret=False, target=target.chip.name),
         avals=candidate.bound.avals,
         target=target,
         name=spec.name,

@@ -16,7 +16,7 @@ from tpu_kernels.registry import config_table
 from tpu_kernels.registry.config_table import ConfigChoice, ConfigRequest
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.nearest import Neighbour, nearest
-from tpu_kernels.tuning.records import Record, encode, frozen
+from tpu_kernels.tuning.records import Record, canonical, encode, frozen
 from tpu_kernels.tuning.tables import table
 
 CPU = "cpu"
@@ -132,7 +132,9 @@ class TunedConfigs:
 
     def _shipped(self, request: ConfigRequest, key: Mapping[str, Any]) -> ConfigChoice | None:
         shipped = table(request.target, request.kernel)
-        entries = [n for n in shipped if encode(dict(n.static)) == key["static"]]
+        entries = [
+            n for n in shipped if canonical(encode(dict(n.static))) == canonical(key["static"])
+        ]
         found = nearest(request.arrays, entries)
         if found is None:
             return None
@@ -160,7 +162,9 @@ def _neighbour(record: Record, key: Mapping[str, Any]) -> Neighbour | None:
     stored = record.key
     if not isinstance(stored, dict) or "arrays" not in stored:
         return None
-    if any(stored.get(name) != key[name] for name in ("source_hash", "target", "static")):
+    # By their canonical text: Python takes True, 1 and 1.0 for the same.
+    names = ("source_hash", "target", "static")
+    if any(canonical(stored.get(name)) != canonical(key[name]) for name in names):
         return None
     arrays = tuple((tuple(shape), dtype) for shape, dtype in stored["arrays"])
     return Neighbour(arrays, record.config)

@@ -47,6 +47,10 @@ class Objective(Protocol):
         """The figure of a candidate, None where the evidence gives none."""
         ...
 
+    def lower_bound(self, evidence: Evidence) -> float | None:
+        """What the figure cannot be below, from evidence without a report; None if unknown."""
+        ...
+
 
 class Roofline:
     """The larger of matrix and memory time plus a cost per grid step, from the grid and blocks
@@ -60,6 +64,10 @@ class Roofline:
         if not evidence.models:
             return None
         return sum(model.cycles(evidence.chip) for model in evidence.models)
+
+    def lower_bound(self, evidence: Evidence) -> float | None:
+        """The figure itself: it needs no report."""
+        return self.figure(evidence)
 
 
 class BundleCount:
@@ -90,6 +98,10 @@ class BundleCount:
         share = bundles / len(evidence.models)
         counted = sum(share * model.steps * model.calls for model in evidence.models)
         return max(counted, floor or 0.0)
+
+    def lower_bound(self, evidence: Evidence) -> float | None:
+        """The roofline."""
+        return Roofline().figure(evidence)
 
 
 _BYTES_PER_BUNDLE = 64  # a VLIW instruction word of the TPU takes about this much of the code

@@ -123,7 +123,8 @@ class TuneReport:
             f"{self.kernel}{target}: {counts['ok']} of {len(self.results)} configs work{bad}; "
             f"{self.objective}, {self.seconds:.1f} s"
         ]
-        rows = [*self.ranking, *(row for row in self.results if not row.ok)]
+        failed = [row for row in self.results if not row.ok and row.status != "skipped"]
+        rows = [*self.ranking, *failed]
         names = [config_text(row.config) for row in rows]
         width = max(map(len, names), default=0)
         status_width = max((len(row.status) for row in rows), default=0)
@@ -131,11 +132,19 @@ class TuneReport:
             mark = "*" if row is self.best else " "
             line = f"{mark} {name:{width}}  {row.status:{status_width}}  {_outcome(row)}"
             lines.append(line.rstrip())
+        lines += self._skipped()
         if self.decision:
             lines.append(self.decision)
         if self.fallback:
-            lines.append(f"no config works: calls fall back to the {self.fallback}")
+            lines.append(f"no config works; what is left is the {self.fallback}")
         return "\n".join(lines)
+
+    def _skipped(self) -> list[str]:
+        skipped = [row for row in self.results if row.status == "skipped"]
+        if len(skipped) == 1:
+            return [f"  {config_text(skipped[0].config)}  skipped  {skipped[0].reason}"]
+        reasons = Counter(row.reason.partition(":")[0] for row in skipped)
+        return [f"  {count} configs skipped: {reason}" for reason, count in reasons.items()]
 
     def __str__(self) -> str:
         return self.text

@@ -12,8 +12,9 @@ _ROOM = ("limit", "vmem")
 def dominates(bigger: Mapping[str, Any], smaller: Mapping[str, Any]) -> bool:
     """Whether a config asks for at least as much of everything as another one.
 
-    If the smaller one runs out of VMEM, so does the bigger one. Sizes (numbers, tuples of numbers)
-    may grow; every other value, and every parameter that raises a limit, has to be the same.
+    If the smaller one runs out of VMEM, so does the bigger one under the same limit. Sizes (numbers
+    or tuples of them) may grow; every other value, and every parameter that raises a limit, has to
+    be the same.
 
     Args:
         bigger: The config in question.

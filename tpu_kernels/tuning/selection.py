@@ -164,6 +164,8 @@ def _measure_in_rounds(
     rounds = 0
     while racing and (budget >= len(racing) or not rounds) and time.monotonic() < deadline:
         rng.shuffle(racing)
+        if not rounds:  # however small the budget is, the default is measured
+            racing.sort(key=lambda arm: arm is not base)
         for arm in racing:
             if budget <= 0:
                 break

@@ -54,10 +54,12 @@ def expand(
             f"kernel {kernel!r}: configs is a {type(space).__name__}",
             hint="give a dict of lists, a list of dicts, or a function that returns one",
         )
-    unique = {_identity(config): config for config in reversed(configs)}
+    unique: dict[str, dict[str, Any]] = {}
+    for config in configs:
+        unique.setdefault(_identity(config), config)
     if not unique:
         raise ConfigError(f"kernel {kernel!r}: there is no config in the given space")
-    return list(reversed(unique.values()))
+    return list(unique.values())
 
 
 def _combinations(space: Mapping[str, Any], kernel: str) -> list[dict[str, Any]]:

@@ -66,6 +66,8 @@ def parse(text: str) -> tuple[Neighbour, ...]:
         KeyError: An entry lacks a field.
     """
     document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("not a table")
     if document.get("format") != FORMAT:
         raise ValueError(f"format {document.get('format')!r} instead of {FORMAT!r}")
     return tuple(

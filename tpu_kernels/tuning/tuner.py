@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,6 @@ class Progress:
 def autotune(
     kernel: Kernel,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
     *,
     configs: Any = None,
     constraints: Any = None,
@@ -70,6 +69,7 @@ def autotune(
     cache: TuningCache | str | os.PathLike[str] | None = None,
     store: bool = True,
     progress: Callable[[Progress], None] | None = None,
+    **kwargs: Any,
 ) -> TuneReport:
     """Find the best config of a kernel for given arguments, and let the next call use it.
 
@@ -81,7 +81,6 @@ def autotune(
     Args:
         kernel: What `tpu_kernel` returned.
         args: Its positional arguments: tensors of the shapes and dtypes to tune for.
-        kwargs: Its arguments by name.
         configs: A dict of lists (all combinations), a list of dicts or `helion.Config`, or a
             function of the kernel's arguments that returns one; by default the kernel's own
             `configs`.
@@ -100,6 +99,7 @@ def autotune(
         cache: Where the choice is kept; a `TuningCache`, its folder, or None for the user's cache.
         store: Whether to keep the choice at all.
         progress: Called whenever a candidate is decided.
+        **kwargs: The kernel's arguments by name.
 
     Returns:
         The report: one row per candidate, the best, and why.
@@ -125,7 +125,7 @@ def autotune(
     search = _Search(
         kernel=_checked_kernel(kernel),
         args=(args,) if isinstance(args, torch.Tensor) else tuple(args),
-        kwargs=dict(kwargs or {}),
+        kwargs=kwargs,
         measure=_measure_for(measure, target),
         target=resolve(target) if target is not None else None,
         reference=reference if reference is not None else kernel.spec.reference,

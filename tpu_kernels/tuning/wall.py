@@ -71,7 +71,7 @@ class WallSearch:
         self._pool = Pool()
         self._folder = tempfile.TemporaryDirectory(prefix="tpu_kernels-tuning-")
         self._inputs = str(Path(self._folder.name) / "inputs.pickle")
-        self._sent = [_Sent(c, c.bound.function(interpret=True), f"c{c.index}") for c in candidates]
+        self._sent = [_Sent(c, c.function(interpret=True), f"c{c.index}") for c in candidates]
         tensors = candidates[0].bound.tensors if candidates else ()
         values = [to_numpy(tensor) for tensor in tensors]
         Path(self._inputs).write_bytes(pickle.dumps(values))
