@@ -239,7 +239,7 @@ def fits(
     try:
         blocks = choose_blocks(x, y, plan)
     except ConfigError as error:
-        return error.problem
+        return error.problem.removeprefix(f"kernel {plan.kernel!r}: ")
     for name, block, wanted, size in zip("mnk", blocks, asked, plan.sizes(x, y), strict=True):
         if wanted is not None and wanted >= 2 * round_up(size, LANES):
             return f"block_{name}={wanted} is the same as {block} here, and smaller ones are tried"
