@@ -37,6 +37,10 @@ class Chip:
         mxu_size: Rows and columns of one matrix unit.
         cycles_per_vmatmul: Cycles that one matrix instruction occupies its unit, by operand class
             (``"bf16"``, ``"f32"``, ``"8bit"``).
+        issue_per_cycle: Instructions that each kind of unit takes in one cycle, by unit
+            (``"valu"``, ``"eup"``, ``"vld"``, ``"vst"``, ``"salu"``, ``"xlu"``).
+        branch_delay_slots: Bundles after a branch that are executed before it takes effect.
+        dma_granule_bytes: Unit in which copies are sized.
         peak_ops_per_s: Peak multiply and add operations per second by dtype; a dtype that is absent
             has no native matrix instruction.
         vmem_bytes: Vector memory.
@@ -57,6 +61,9 @@ class Chip:
     mxu_count: int
     mxu_size: int
     cycles_per_vmatmul: Mapping[str, int]
+    issue_per_cycle: Mapping[str, float]
+    branch_delay_slots: int
+    dma_granule_bytes: int
     peak_ops_per_s: Mapping[str, float]
     vmem_bytes: int
     vmem_default_limit_bytes: int
@@ -119,7 +126,7 @@ def chips() -> Mapping[str, Chip]:
     known = {}
     for name, row in rows.items():
         fields = dict(row, name=name, aliases=tuple(row["aliases"]))
-        for field in ("cycles_per_vmatmul", "peak_ops_per_s"):
+        for field in ("cycles_per_vmatmul", "issue_per_cycle", "peak_ops_per_s"):
             fields[field] = MappingProxyType(fields[field])
         known[name] = Chip(**fields)
     return MappingProxyType(known)

@@ -2,11 +2,12 @@
 
 A bundle is a line such as::
 
-    0x2c   : > { %1355 = dma.hbm_to_vmem [thread:$0]  (!%p1970_p9), /*hbm=*/%s153_s6, ... ;; %s1 = ... }
+    0x2c   : > { %1355 = dma.hbm_to_vmem [thread:$0]  (!%p1970_p9), /*hbm=*/%s153_s6, ... ;; %s1 =
+    ... }
 
-with instructions separated by ``;;``, each with a destination, an opcode, an optional predicate in parentheses and
-operands; comments mark where a control-flow region starts and ends. Vector instructions are kept as opcodes only:
-their values never decide how long a kernel takes.
+with instructions separated by ``;;``, each with a destination, an opcode, an optional predicate in
+parentheses and operands; comments mark where a control-flow region starts and ends. Vector
+instructions are kept as opcodes only: their values never decide how long a kernel takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _BUNDLE = re.compile(
-    r"^[ \t]*(?:0x[0-9a-f]+|0)[ \t]+(?:[A-Z]{2}(?:[ \t]+[A-Z]{2})*)?[ \t]*:[ \t]*[> ]*\{", re.MULTILINE
+    r"^[ \t]*(?:0x[0-9a-f]+|0)[ \t]+(?:[A-Z]{2}(?:[ \t]+[A-Z]{2})*)?[ \t]*:[ \t]*[> ]*\{",
+    re.MULTILINE,
 )
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")

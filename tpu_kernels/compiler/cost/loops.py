@@ -1,10 +1,11 @@
 """Skip through long uniform loops.
 
-The grid of a kernel becomes one loop of up to some hundred thousand iterations, most of which do the same. After the
-path through the loop has repeated itself with some period, and every integer of the state has moved by the same
-amount in two periods, the same will go on until a comparison comes out differently or a load finds another value.
-Both can be foreseen from the amounts, so whole periods are skipped without changing the result: the state moves by
-that many times its amount, and what was counted in one period is counted that many times.
+The grid of a kernel becomes one loop of up to some hundred thousand iterations, most of which do
+the same. After the path through the loop has repeated itself with some period, and every integer of
+the state has moved by the same amount in two periods, the same will go on until a comparison comes
+out differently or a load finds another value. Both can be foreseen from the amounts, so whole
+periods are skipped without changing the result: the state moves by that many times its amount, and
+what was counted in one period is counted that many times.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class LoopSkipper:
         self._registers = registers
         self._visits = visits
         self._comparisons = [(_getter(a), _getter(b)) for a, b, _ in program.comparisons]
-        outcomes = [int(found[1]) for *_, out in program.comparisons if (found := _REGISTER.match(out))]
+        outcomes = [
+            int(found[1]) for *_, out in program.comparisons if (found := _REGISTER.match(out))
+        ]
         self._outcomes = itemgetter(*outcomes, 0, 0)
         self._loads = [_compiled(address) for address in program.loads]
         self._loops: dict[int, _Loop] = {}
@@ -92,7 +95,8 @@ class LoopSkipper:
             loop = self._loops[following] = _Loop()
         # Where a comparison selects a value instead of a branch, its outcome is part of the way.
         loop.paths.append(hash((self._path, self._outcomes(self._registers))))
-        # The path is counted from the loop's own start, so that it does not depend on what came before.
+        # The path is counted from the loop's own start, so that it does not depend on what came
+        # before.
         self._path = 0
         if len(loop.paths) >= loop.look_at:
             self._look(loop)

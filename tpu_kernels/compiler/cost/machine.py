@@ -22,7 +22,8 @@ class Speed:
 
     Attributes:
         hbm_bytes_per_cycle: Usable bandwidth.
-        hbm_latency: Cycles from the end of a transfer's turn in the queue until its semaphore counts it.
+        hbm_latency: Cycles from the end of a transfer's turn in the queue until its semaphore
+            counts it.
         granule_bytes: Unit of DMA sizes and of the semaphores that count them.
     """
 

@@ -1,7 +1,8 @@
 """Run the scalar program of a kernel and count what it costs.
 
-One cycle per bundle, more where an MXU is still busy, and what is lost in waiting for copies: loops, branches, copies
-and semaphores are executed, so that trip counts, skipped blocks, pipelining and its ends need no formula.
+One cycle per bundle, more where an MXU is still busy, and what is lost in waiting for copies:
+loops, branches, copies and semaphores are executed, so that trip counts, skipped blocks, pipelining
+and its ends need no formula.
 """
 
 from __future__ import annotations

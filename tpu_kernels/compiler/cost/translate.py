@@ -1,11 +1,13 @@
 """From a listing to Python code: one function for each basic block.
 
-Interpreting bundles one by one would take minutes for a kernel of some ten thousand grid steps. A translated block
-runs in some microseconds: it evaluates the block's scalar instructions on a list of registers, tells the machine
-about copies and semaphores, advances the clock, and returns the number of the block to run next.
+Interpreting bundles one by one would take minutes for a kernel of some ten thousand grid steps. A
+translated block runs in some microseconds: it evaluates the block's scalar instructions on a list
+of registers, tells the machine about copies and semaphores, advances the clock, and returns the
+number of the block to run next.
 
-Bundles have VLIW semantics: all operands are read before any destination is written. Registers are SSA names, and a
-``sphi`` reads the physical register that its predecessors wrote, so those are kept as well.
+Bundles have VLIW semantics: all operands are read before any destination is written. Registers are
+SSA names, and a ``sphi`` reads the physical register that its predecessors wrote, so those are kept
+as well.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Translation:
     Attributes:
         blocks: Blocks by first bundle.
         registers: Number of registers.
-        comparisons: Two operands that the code compares and the register of the outcome; a loop repeats itself until an outcome changes.
+        comparisons: Two operands that the code compares and the register of the outcome; a loop
+            repeats itself until an outcome changes.
         loads: Addresses of loads from scalar memory.
         operands: Memory and shape of each operand by (index, whether it is an output).
         warnings: What could not be translated, counted.
@@ -179,9 +182,8 @@ class _Translator:
         block.mxu_excess = max(max(busy.values(), default=0) - block.bundles, 0)
         block.cycles = block.bundles + block.mxu_excess
         lines.append(f" S.t=t+{block.cycles}")
-        lines.append(f" return {following}" if branch is None else f" return {branch} if taken else {following}")
-        block.source = "\n".join(lines)
-        return block
+        lines.append(f" return {following}" if branch is None else f" return {branch} if taken else
+        {following}") block.source = "\n".join(lines) return block
 
     def _bundle(self, lines: list[str], instructions: tuple[Instruction, ...], offset: int) -> None:
         writes: list[tuple[Instruction, str]] = []

@@ -24,8 +24,30 @@ UNITS = (
 
 _MXU_NUMBER = re.compile(r"mxu(\d)")
 _EIGHT_BITS = re.compile(r"\.[suf]8|\.[su]4|\.f4|\.f8")
-_XLU = ("vxpose", "vrot", "vperm", "vxlane", "vbcast", "vlane", "vsetperm", "vset.pattern", "vbroadcast")
-_EUP = ("vexp", "vrcp", "vrsqrt", "vlog", "vtanh", "vpow", "vsigm", "verf", "vsin", "vcos", "vpush.erf")
+_XLU = (
+    "vxpose",
+    "vrot",
+    "vperm",
+    "vxlane",
+    "vbcast",
+    "vlane",
+    "vsetperm",
+    "vset.pattern",
+    "vbroadcast",
+)
+_EUP = (
+    "vexp",
+    "vrcp",
+    "vrsqrt",
+    "vlog",
+    "vtanh",
+    "vpow",
+    "vsigm",
+    "verf",
+    "vsin",
+    "vcos",
+    "vpush.erf",
+)
 _PUSH = ("vmatpush", "vmatprep", "vdwg")
 _NO_VECTOR_UNIT = ("vsync", "vpop", "vpush", "vdelay", "vnop", "vwait", "vtrace")
 _NO_SCALAR_UNIT = ("sphi", "sbr", "shalt", "snop", "sdelay", "spop", "sfence")
@@ -66,7 +88,7 @@ def unit_of(opcode: str) -> str | None:
         return "mxu_pop"
     if opcode.startswith("vlaneseq"):
         return "valu"
-    if ".xlane." in opcode and not opcode.startswith("vpop") or opcode.startswith(_XLU):
+    if (".xlane." in opcode and not opcode.startswith("vpop")) or opcode.startswith(_XLU):
         return "xlu"
     if opcode.startswith(_EUP):
         return "eup"

@@ -1,7 +1,8 @@
 """Arithmetic of the scalar core: 32-bit integers, and one value for what is not known.
 
-The simulation knows neither what a kernel computes nor what lies in its arrays. Whatever depends on that is `UNKNOWN`
-and makes whatever is computed from it unknown too, unless the result is the same either way.
+The simulation knows neither what a kernel computes nor what lies in its arrays. Whatever depends on
+that is `UNKNOWN` and makes whatever is computed from it unknown too, unless the result is the same
+either way.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ NAMESPACE: Mapping[str, Any] = {
     "SHL": _known(lambda a, b: s32(a << (b & 31))),
     "SHRL": _known(lambda a, b: s32(_unsigned(a) >> (b & 31))),
     "SHRA": _known(lambda a, b: a >> (b & 31)),
-    "DIV": lambda a, b: UNKNOWN if a is UNKNOWN or not _nonzero(b) else _unsigned(a) // _unsigned(b),
+    "DIV": lambda a, b: (
+        UNKNOWN if a is UNKNOWN or not _nonzero(b) else _unsigned(a) // _unsigned(b)
+    ),
     "REM": lambda a, b: UNKNOWN if a is UNKNOWN or not _nonzero(b) else _unsigned(a) % _unsigned(b),
     "MIN": _known(min),
     "MAX": _known(max),
