@@ -109,7 +109,8 @@ def parse(text: str) -> Listing:
         FormatError: If it holds no bundle.
 
     Example:
-        >>> listing = parse("   0   :  { %s1_s0 = smov.u32 4 ;; %v2 = vadd.f32 %v0, %v1 } /* Start region 7 */")
+        >>> text = "  0   :  { %s1_s0 = smov.u32 4 ;; %v2 = vadd.f32 %v0, %v1 } /* Start region 7 */"
+        >>> listing = parse(text)
         >>> listing.bundles[0].scalar[0].operands, listing.bundles[0].vector, listing.regions
         (('4',), ('vadd.f32',), {7: 0})
     """

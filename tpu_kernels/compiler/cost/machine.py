@@ -149,7 +149,7 @@ class Machine:
     # --- Called by the simulator ---
 
     def advance(self, cycles: float) -> None:
-        """Move the clock and everything that is on its way, as if the same had happened again and again."""
+        """Move the clock and everything that is on its way, as if the same had happened again."""
         self.t += cycles
         self.hbm_free += cycles
         for queue in self.semaphores.values():

@@ -182,8 +182,12 @@ class _Translator:
         block.mxu_excess = max(max(busy.values(), default=0) - block.bundles, 0)
         block.cycles = block.bundles + block.mxu_excess
         lines.append(f" S.t=t+{block.cycles}")
-        lines.append(f" return {following}" if branch is None else f" return {branch} if taken else
-        {following}") block.source = "\n".join(lines) return block
+        if branch is None:
+            lines.append(f" return {following}")
+        else:
+            lines.append(f" return {branch} if taken else {following}")
+        block.source = "\n".join(lines)
+        return block
 
     def _bundle(self, lines: list[str], instructions: tuple[Instruction, ...], offset: int) -> None:
         writes: list[tuple[Instruction, str]] = []
@@ -231,7 +235,8 @@ class _Translator:
         if predicate is None:
             lines.append(f" {targets}")
         elif predicate.otherwise:
-            chosen = f"SEL({self._condition(predicate)},{value},{self._operand(predicate.otherwise)})"
+            otherwise = self._operand(predicate.otherwise)
+            chosen = f"SEL({self._condition(predicate)},{value},{otherwise})"
             lines.append(f" {targets.removesuffix(value)}{chosen}")
         else:
             lines.append(f" if S.holds({self._condition(predicate)}): {targets}")

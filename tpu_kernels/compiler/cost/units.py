@@ -1,4 +1,4 @@
-"""Which functional unit an instruction occupies, and how long a matrix instruction keeps an MXU busy."""
+"""Which unit an instruction occupies, and how a matrix instruction keeps an MXU busy."""
 
 from __future__ import annotations
 
