@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from tpu_kernels import _compat_torch
-from tpu_kernels.dsl.spec import KernelSpec
+from tpu_kernels.dsl.spec import KernelSpec, Kind
 from tpu_kernels.errors import MissingBackwardError
 from tpu_kernels.registry import custom_backward
 from tpu_kernels.registry.derivatives import Derivatives
 from tpu_kernels.registry.layout import Layout, join, split
-from tpu_kernels.registry.operator import Operator, results_of
+from tpu_kernels.registry.operator import Operator, results_of, signature_source
+
+
+forward_level = _compat_torch.forward_ad_level_reader()
 
 
 class Rule:
@@ -131,27 +134,34 @@ class Autograd:
         self.derivatives.destroy()
 
     def _kernel(self, function: type) -> Callable[..., Any]:
+        """The function that torch's dispatcher calls; generated, since it stands in the way of every call."""
         operator = self.operator
-        redispatch = _compat_torch.redispatcher(operator.op)
-        below = _compat_torch.after_autograd_keys()
-        parameters = operator.definition.parameters
-        tensor_indices = [i for i, p in enumerate(parameters) if p.kind.is_tensor]
-        keyword_names = [p.name for p in parameters if p.keyword_only and p.kind.is_tensor]
-        grad_enabled, forward_level = torch.is_grad_enabled, _compat_torch.forward_ad_level
-
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if grad_enabled() or forward_level() >= 0:
-                for i in tensor_indices:
-                    if i < len(args) and _needs_grad(args[i]):
-                        return self._differentiate(function, args, kwargs)
-                for name in keyword_names:
-                    if name in kwargs and _needs_grad(kwargs[name]):
-                        return self._differentiate(function, args, kwargs)
-                if forward_level() >= 0:
-                    return self._differentiate(function, args, kwargs)
-            return redispatch(keyset & below, *args, **kwargs)
-
-        return kernel
+        definition = operator.definition
+        env: dict[str, Any] = {
+            "_redispatch": _compat_torch.redispatcher(operator.op),
+            "_below": _compat_torch.after_autograd_keys(),
+            "_grad_enabled": torch.is_grad_enabled,
+            "_forward_level": forward_level,
+            "_direct": operator.direct.get,
+            "_any": _any_needs_grad,
+            "_differentiate": lambda *args, **kwargs: self._differentiate(function, args, kwargs),
+        }
+        signature, passed = signature_source(definition, env)
+        tensors = [p for p in definition.parameters if p.kind.is_tensor]
+        needs = " or ".join(
+            f"{p.name}.requires_grad" if p.kind is Kind.TENSOR else f"_any({p.name})" for p in tensors
+        )
+        source = f"""
+def kernel(_keyset, {signature}):
+    if (_grad_enabled() and ({needs or 'False'})) or _forward_level() >= 0:
+        return _differentiate({passed})
+    _implementation = _direct(_keyset.raw_repr())
+    if _implementation is not None:
+        return _implementation({passed})
+    return _redispatch(_keyset & _below, {passed})
+"""
+        exec(compile(source, f"<tpu_kernels autograd of {definition.name}>", "exec"), env)
+        return env["kernel"]  # type: ignore[no-any-return]
 
     def _differentiate(self, function: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         arguments = self.operator.arguments(args, kwargs)
@@ -161,10 +171,10 @@ class Autograd:
         return run.nest_results(flat if isinstance(flat, tuple) else (flat,))
 
 
-def _needs_grad(argument: Any) -> bool:
+def _any_needs_grad(argument: Any) -> bool:
     if isinstance(argument, torch.Tensor):
         return argument.requires_grad
-    return isinstance(argument, (list, tuple)) and any(isinstance(t, torch.Tensor) and t.requires_grad for t in argument)
+    return argument is not None and any(t is not None and t.requires_grad for t in argument)
 
 
 def positional_and_keyword(operator: Operator, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -182,7 +192,7 @@ class JaxRule(Rule):
 
     def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """Outputs and residuals; without residuals where a transform wants to differentiate again."""
-        plain = _compat_torch.functorch_active() or _compat_torch.forward_ad_level() >= 0
+        plain = _compat_torch.functorch_active() or forward_level() >= 0
         saves = self.derivatives.save_residuals and not plain and not run.autograd.operator.definition.mutated
         if not saves or not self.derivatives.differentiable(run.layout, run.inputs, run.needs):
             return run.call_operator(), ()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
 from tpu_kernels.errors import DTypeError
@@ -94,7 +95,9 @@ class Operator:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
         self.library.define(definition.schema, tags=tags)
         self.op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), self.opname).default
-        self.executors: dict[str, Any] = {}
+        # Implementations by the key set of plain tensors under no mode: what lies between autograd and them could
+        # only pass the call on, so the autograd kernel need not ask the dispatcher again (a fifth of a call).
+        self.direct: dict[int, Callable[..., Any]] = {}
         torch.library.register_fake(definition.name, self.fake, lib=self.library)
         if definition.mutated:
             self._bump_versions()
@@ -103,7 +106,10 @@ class Operator:
     # ------------------------------------------------------------------ implementations
     def implement(self, backend: backend_table.Backend) -> None:
         """Register this operator's implementation by a backend."""
-        self.library.impl(self.opname, backend.implement(self), backend.dispatch_key)
+        implementation = backend.implement(self)
+        self.library.impl(self.opname, implementation, backend.dispatch_key)
+        if not self.definition.mutated:
+            self.direct[_compat_torch.plain_key_set(backend.dispatch_key)] = implementation
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""
@@ -120,8 +126,6 @@ class Operator:
     def _bump_versions(self) -> None:
         parameters = self.definition.parameters
         indices = [i for i, p in enumerate(parameters) if p.name in self.definition.mutated]
-        from tpu_kernels import _compat_torch
-
         keys = _compat_torch.after_version_counter_keys()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +228,31 @@ def schema_default(parameter: Parameter) -> Any:
         return None
     default = parameter.default
     return default if default is None or parameter.to_schema is None else parameter.to_schema(default)
+
+
+def signature_source(definition: Definition, env: dict[str, Any]) -> tuple[str, str]:
+    """Source text of an operator's Python signature, and of a call that passes everything on.
+
+    Args:
+        definition: The operator.
+        env: Globals of the generated function; receives the default values.
+
+    Returns:
+        For example ``("x, y=_default_1, *, n=_default_2", "x, y, n=n")``. The dispatcher leaves out arguments that
+        equal the schema's default.
+    """
+    declared: list[str] = []
+    passed: list[str] = []
+    for i, p in enumerate(definition.parameters):
+        if p.keyword_only and "*" not in declared:
+            declared.append("*")
+        if p.required or not definition.has_defaults:
+            declared.append(p.name)
+        else:
+            env[f"_default_{i}"] = schema_default(p)
+            declared.append(f"{p.name}=_default_{i}")
+        passed.append(f"{p.name}={p.name}" if p.keyword_only else p.name)
+    return ", ".join(declared), ", ".join(passed)
 
 
 def device_of(arguments: Sequence[Any]) -> torch.device:

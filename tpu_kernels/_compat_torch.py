@@ -6,6 +6,7 @@ reading this file.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +137,19 @@ def after_autograd_keys() -> Any:
     return torch._C._after_autograd_keyset
 
 
+@functools.cache
+def plain_key_set(backend_key: str) -> int:
+    """Return, as a number, the key set with which autograd kernels see plain tensors outside of any mode.
+
+    Args:
+        backend_key: Such as ``"CPU"``. Anything else that is active (a dispatch mode, a transform of `torch.func`,
+            a version-counter kernel of the operator) adds keys of its own.
+    """
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, backend_key))
+    keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{backend_key}"))
+    return int(keys.raw_repr())
+
+
 def after_version_counter_keys() -> Any:
     """Return the dispatch key set of everything below ADInplaceOrView, which bumps version counters."""
     return torch._C._after_ADInplaceOrView_keyset
@@ -146,11 +160,14 @@ def functorch_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def forward_ad_level() -> int:
-    """Return the level of the innermost `torch.autograd.forward_ad.dual_level`, -1 outside of any."""
+def forward_ad_level_reader() -> Callable[[], int]:
+    """Return a function for the level of the innermost `torch.autograd.forward_ad.dual_level` (-1: outside of any).
+
+    There is no public question for it, and an operator's autograd kernel asks on every call.
+    """
     from torch.autograd import forward_ad
 
-    return forward_ad._current_level
+    return lambda: forward_ad._current_level
 
 
 def single_level_function() -> type:

@@ -22,7 +22,7 @@ from tpu_kernels.errors import ArgumentError, DeviceError, TraceError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.engine import Engine, current_mode
 from tpu_kernels.registry.layout import Layout, fill, flat_names, freeze, is_empty, split
-from tpu_kernels.registry.operator import Definition, Operator, results_of, schema_default
+from tpu_kernels.registry.operator import Operator, results_of, signature_source
 from tpu_kernels.registry.shapes import Meta
 from tpu_kernels.registry.tracing import explained
 
@@ -83,7 +83,7 @@ class Executor:
         arrays += [p.name for p in definition.parameters if p.kind is Kind.DYNAMIC]
         call = f"_program({', '.join(arrays)})"
         lines = [
-            f"def implementation({_signature(definition, env)}):",
+            f"def implementation({signature_source(definition, env)[0]}):",
             f"    _key = ({', '.join(keys)},)",
             "    _program = _find(_key)",
             "    if _program is None:",
@@ -303,21 +303,6 @@ def _write_back(old: Any, new: Any) -> None:
 
 
 # ---------------------------------------------------------------------- source text of the fast path
-def _signature(definition: Definition, env: dict[str, Any]) -> str:
-    parts: list[str] = []
-    keyword_only = False
-    for i, p in enumerate(definition.parameters):
-        if p.keyword_only and not keyword_only:
-            parts.append("*")
-            keyword_only = True
-        if p.required or not definition.has_defaults:
-            parts.append(p.name)
-        else:
-            env[f"_default_{i}"] = schema_default(p)
-            parts.append(f"{p.name}=_default_{i}")
-    return ", ".join(parts)
-
-
 def _key_parts(p: Parameter) -> list[str]:
     name = p.name
     if p.kind is Kind.TENSOR:
