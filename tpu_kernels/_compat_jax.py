@@ -1,7 +1,7 @@
 """Every use of a private part of JAX, one small function each, with the reason.
 
-A new JAX release can break only what stands here; the import of JAX itself is the caller's cost, so nothing in the
-package imports this module before a kernel is traced or compiled.
+A new JAX release can break only what stands here; the import of JAX itself is the caller's cost, so
+nothing in the package imports this module before a kernel is traced or compiled.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-# --- Devices ---------------------------------------------------------------------------------------------------
+# --- Devices
+# ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def cpu_device() -> Any:
     """A CPU device of our own client, apart from the process's JAX backends.
 
-    `jax.devices("cpu")` would initialise every backend that JAX can find (a TPU runtime included) and freeze the
-    user's platform choice; a client that we make ourselves touches neither.
+    `jax.devices("cpu")` would initialise every backend that JAX can find (a TPU runtime included)
+    and freeze the user's platform choice; a client that we make ourselves touches neither.
     """
     from jax._src.lib import xla_client
 
@@ -30,7 +31,8 @@ def cpu_device() -> Any:
     return client.local_devices()[0]
 
 
-# --- Compiler --------------------------------------------------------------------------------------------------
+# --- Compiler
+# --------------------------------------------------------------------------------------------------
 
 
 def mosaic_text(body: bytes, *, locations: bool) -> str:
@@ -53,8 +55,9 @@ def mosaic_text(body: bytes, *, locations: bool) -> str:
 def compile_for_topology(text: str, topology: str, options: Mapping[str, str]) -> Any:
     """Compile a StableHLO module with libtpu for one device of a topology; needs no TPU.
 
-    `jax.jit(...).lower(...).compile()` would need the Python function again, and its error handler cuts the
-    source locations out of Mosaic's messages; the compile-only client below it takes a module and reports in full.
+    `jax.jit(...).lower(...).compile()` would need the Python function again, and its error handler
+    cuts the source locations out of Mosaic's messages; the compile-only client below it takes a
+    module and reports in full.
 
     Args:
         text: StableHLO with source locations.
@@ -62,7 +65,8 @@ def compile_for_topology(text: str, topology: str, options: Mapping[str, str]) -
         options: XLA compiler options by name.
 
     Returns:
-        The compile-only executable: it has `get_compiled_memory_stats` and `hlo_modules`, and cannot run.
+        The compile-only executable: it has `get_compiled_memory_stats` and `hlo_modules`, and
+        cannot run.
     """
     import numpy as np
     from jax._src import compiler
@@ -91,8 +95,9 @@ def compile_for_topology(text: str, topology: str, options: Mapping[str, str]) -
 def traced_frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
     """Files and lines at which the operations on a lowering's stack were traced, innermost first.
 
-    Inside an inner `jit` (most of `jax.numpy`) JAX's own chained traceback ends at the library function; the
-    equations that the lowering is working on, one for each level, still know the call in the author's file.
+    Inside an inner `jit` (most of `jax.numpy`) JAX's own chained traceback ends at the library
+    function; the equations that the lowering is working on, one for each level, still know the call
+    in the author's file.
     """
     levels = []
     while traceback is not None:
@@ -105,14 +110,41 @@ def traced_frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
             yield frame.file_name, frame.line_num
 
 
-# --- Call path -------------------------------------------------------------------------------------------------
+def called_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Jaxpr and constants of an equation that only calls it (`jit`, `checkpoint`, custom
+    derivatives).
+
+    The parameter that holds it is named differently by each primitive.
+    """
+    calls = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+    calls += ("custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "core_closed_call")
+    if equation.primitive.name not in (*calls, "named_call"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = equation.params.get(name)
+        if inner is not None:
+            return (inner.jaxpr, inner.consts) if hasattr(inner, "jaxpr") else (inner, ())
+    return None
+
+
+def evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Compute one equation of a jaxpr, as `jax.core.eval_jaxpr` does for all of them."""
+    primitive = equation.primitive
+    bound = primitive.get_bind_params(equation.params)
+    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)
+    result = primitive.bind(*functions, *values, **parameters)
+    return result if primitive.multiple_results else [result]
+
+
+# --- Call path
+# -------------------------------------------------------------------------------------------------
 
 
 def import_capsule(capsule: Any, device: Any) -> Any:
     """A `jax.Array` on the memory of a DLPack capsule, without a copy where alignment allows.
 
-    `jax.dlpack.from_dlpack` costs ten times as much (it queries devices and copies for a consumer that we are
-    not), and refuses tensors of the simulated device.
+    `jax.dlpack.from_dlpack` costs ten times as much (it queries devices and copies for a consumer
+    that we are not), and refuses tensors of the simulated device.
     """
     from jax._src.lib import _jax
 
@@ -138,10 +170,11 @@ def capsule_functions() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def pallas_interpret(mode: Any) -> Iterator[None]:
-    """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret`` says.
+    """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret``
+    says.
 
-    The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the plain (and
-    some hundred times faster) interpreter that ``True`` stands for.
+    The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the
+    plain (and some hundred times faster) interpreter that ``True`` stands for.
 
     Args:
         mode: True, or `pltpu.InterpretParams`.
@@ -155,14 +188,17 @@ def pallas_interpret(mode: Any) -> Iterator[None]:
         config.pallas_tpu_interpret_mode_context_manager.set_local(previous)
 
 
-# --- Symbolic shapes -------------------------------------------------------------------------------------------
+# --- Symbolic shapes
+# -------------------------------------------------------------------------------------------
 
 
 def dimension_terms(dimension: Any) -> list[tuple[list[tuple[Any, int]], int]]:
-    """A symbolic dimension as a sum of products: ``[([(factor, exponent), ...], coefficient), ...]``.
+    """A symbolic dimension as a sum of products: ``[([(factor, exponent), ...], coefficient),
+    ...]``.
 
-    A factor is a variable's name, or ``(operation, operands)``. JAX's own evaluation compares operands with 0 and
-    1, which on torch's symbolic integers would install guards and specialise every dimension.
+    A factor is a variable's name, or ``(operation, operands)``. JAX's own evaluation compares
+    operands with 0 and 1, which on torch's symbolic integers would install guards and specialise
+    every dimension.
     """
     terms = []
     for term, coefficient in dimension._sorted_terms:
@@ -176,7 +212,8 @@ def dimension_terms(dimension: Any) -> list[tuple[list[tuple[Any, int]], int]]:
     return terms
 
 
-# --- Pallas calls in a jaxpr -------------------------------------------------------------------------------------
+# --- Pallas calls in a jaxpr
+# -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +226,8 @@ class PallasBlock:
         dtype: Name of the dtype.
         bits: Width of the dtype.
         buffers: Number of buffers that the kernel asks for, None for the default.
-        depends_on: The grid axes that its index map reads; all of them if it reads prefetched scalars.
+        depends_on: The grid axes that its index map reads; all of them if it reads prefetched
+            scalars.
     """
 
     origin: str

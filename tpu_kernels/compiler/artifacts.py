@@ -21,6 +21,9 @@ _BUNDLE = re.compile(
 )
 _SPILL = re.compile(r"\bvst\b[^;]*?_spill")
 _VMEM_DATA = re.compile(r"DATA\s*=\s*")
+# What libtpu adds around a program, under names with and without the brackets that `copy` drops.
+_RUNTIME = ("<late-initialization>", "<late-finalization>", "late-initialization")
+_RUNTIME += ("late-finalization", "<top-inlining-caller>")
 _STAMP = re.compile(r"^\d+-")
 
 
@@ -88,9 +91,25 @@ def bundle_texts(files: Iterable[Path]) -> dict[str, Path]:
     texts = {}
     for file in sorted(files):
         match = re.fullmatch(r"(?:\d+-)?(.+?)-\d+-final_bundles\.txt", file.name)
-        if match and match[1] != "TLP" and not match[1].startswith("<"):
+        if match and match[1] not in ("TLP", *_RUNTIME):
             texts[match[1]] = file
     return texts
+
+
+def is_top_level(file: Path) -> bool:
+    """Tell whether a dumped file is the listing of the program that calls the kernels.
+
+    Args:
+        file: A dumped file.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> is_top_level(Path("17960-TLP-02-final_bundles.txt"))
+        True
+    """
+    return re.fullmatch(r"(?:\d+-)?TLP-\d+-final_bundles\.txt", file.name) is not None
 
 
 def figures(files: Iterable[Path]) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tpu_kernels.compiler import artifacts, jobs, locations, pickling
 from tpu_kernels.compiler.chips import Target, resolve
+from tpu_kernels.compiler.cost.estimate import ModuleEstimate
 from tpu_kernels.compiler.diagnose import diagnose
 from tpu_kernels.compiler.pool import Job, Outcome, shared_pool
 from tpu_kernels.compiler.report import CompileReport
@@ -42,6 +46,9 @@ class Request:
         cache: Use and keep results on disk.
         dump: Folder for StableHLO, Mosaic and LLO texts.
         options: XLA compiler options.
+        concrete: Values of integer arguments by position, for the estimate of kernels that they
+            steer.
+        estimate: Whether to estimate the time on the chip.
     """
 
     fn: Callable[..., Any]
@@ -55,6 +62,8 @@ class Request:
     cache: bool = True
     dump: str | Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    concrete: Mapping[int, np.ndarray] = field(default_factory=dict)
+    estimate: bool = True
 
 
 def compile_function(
@@ -70,6 +79,7 @@ def compile_function(
     cache: bool = True,
     dump: str | Path | None = None,
     options: Mapping[str, str] | None = None,
+    concrete: Mapping[int, np.ndarray] | None = None,
 ) -> CompileReport:
     """Compile a JAX function with the real TPU compiler, in another process.
 
@@ -86,6 +96,8 @@ def compile_function(
         dump: Folder to write StableHLO, Mosaic and LLO texts to; implies that the program is
             compiled anew.
         options: XLA compiler options, such as ``{"xla_tpu_scoped_vmem_limit_kib": "65536"}``.
+        concrete: Values of integer arguments by position, for the estimate of kernels that they
+            steer.
 
     Returns:
         The report. Failures of every kind are reports too; nothing that `fn` or the compiler does
@@ -106,11 +118,12 @@ def compile_function(
         cache=cache,
         dump=dump,
         options=options or {},
+        concrete=concrete or {},
     )
     return next(report for _, report in compile_all([request]))
 
 
-def compile_all(requests: Sequence[Request]) -> Iterator[tuple[int, CompileReport]]:
+def compile_all(requests: Sequence[Request]) -> Generator[tuple[int, CompileReport], None, None]:
     """Compile programs in parallel, as many at once as cores and memory allow.
 
     Args:
@@ -158,12 +171,13 @@ def _prepare(request: Request) -> tuple[CompileReport | None, _Lowered, Job | No
     from tpu_kernels.compiler import lowering
 
     if request.isolate:
-        payload = pickling.dumps((request.fn, list(map(_abstract, request.avals))))
+        avals = [_abstract(aval) for aval in request.avals]
+        payload = pickling.dumps((request.fn, (avals, dict(request.concrete))))
         if payload is not None:
             return None, _Lowered(), _function_job(request, payload)
     try:
         with _lowering_lock:
-            program = lowering.lower(request.fn, request.avals, request.target)
+            program = lowering.lower(request.fn, request.avals, request.target, request.concrete)
     except Exception as error:
         result = jobs.failure("lower", error)
         return _report(request, _Lowered(), result), _Lowered(), None
@@ -182,8 +196,10 @@ def _prepare(request: Request) -> tuple[CompileReport | None, _Lowered, Job | No
         "topology": request.target.topology_name,
         "options": dict(request.options),
         "dump": _absolute(request.dump),
+        "estimate": request.estimate,
     }
-    job = Job(request_fields, program.text.encode(), request.timeout_s, request.memory_bytes)
+    payload = pickle.dumps((program.text, program.scalars))
+    job = Job(request_fields, payload, request.timeout_s, request.memory_bytes)
     return None, lowered, job
 
 
@@ -196,6 +212,7 @@ def _function_job(request: Request, payload: bytes) -> Job:
         "topology": request.target.topology_name,
         "options": dict(request.options),
         "dump": _absolute(request.dump),
+        "estimate": request.estimate,
         "cache": str(_cache().folder) if request.cache and request.dump is None else None,
         "x64": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         "sys_path": pickling.import_path(),
@@ -241,6 +258,8 @@ def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> C
     figures = {name: result[name] for name in _FIGURES if name in result}
     figures.setdefault("lowering_seconds", lowered.seconds)
     if result["ok"]:
+        if result["estimate"] is not None:
+            figures["estimate"] = ModuleEstimate.from_dict(result["estimate"])
         return _blank(request, "ok", **figures)
     message = result["message"]
     found = diagnose(message, request.target, error_type=result["type"])

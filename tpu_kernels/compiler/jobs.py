@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def run(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _module(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    return _compile(Path(job["payload"]).read_text(encoding="utf-8"), job, folder)
+    text, scalars = pickle.loads(Path(job["payload"]).read_bytes())
+    return _compile(text, job, folder, scalars)
 
 
 def _function(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -59,9 +60,9 @@ def _function(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from tpu_kernels.compiler.result_cache import ResultCache
 
     try:
-        fn, avals = _unpickle(job)
+        fn, (avals, concrete) = _unpickle(job)
         with jax.enable_x64(bool(job["x64"])):
-            program = lowering.lower(fn, avals, resolve(job["target"]))
+            program = lowering.lower(fn, avals, resolve(job["target"]), concrete)
     except Exception as error:
         return failure("lower", error)
     lowered = {
@@ -76,7 +77,7 @@ def _function(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             return {"ok": True, "report": found.to_dict(), **lowered}
     if job.get("dump"):
         artifacts.write_program(program, Path(job["dump"]))
-    return {**_compile(program.text, job, folder), **lowered}
+    return {**_compile(program.text, job, folder, program.scalars), **lowered}
 
 
 def _call(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -98,7 +99,9 @@ def _unpickle(job: Mapping[str, Any]) -> tuple[Any, Any]:
     return first, second
 
 
-def _compile(text: str, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _compile(
+    text: str, job: Mapping[str, Any], folder: Path, scalars: Sequence[Any]
+) -> dict[str, Any]:
     from tpu_kernels import _compat_jax
 
     dump = folder / DUMP_FOLDER
@@ -116,6 +119,7 @@ def _compile(text: str, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "hbm_temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
             **artifacts.figures(artifacts.listing(dump) - before),
+            "estimate": _estimate(artifacts.listing(dump) - before, job, scalars),
         }
     except Exception as error:
         return failure("compile", error) | {"seconds": time.perf_counter() - started}
@@ -124,6 +128,20 @@ def _compile(text: str, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if job.get("dump"):
             artifacts.copy(files, Path(job["dump"]))
         artifacts.remove(files)
+
+
+def _estimate(
+    files: set[Path], job: Mapping[str, Any], scalars: Sequence[Any]
+) -> dict[str, Any] | None:
+    from tpu_kernels.compiler.chips import resolve
+    from tpu_kernels.compiler.cost.estimate import estimate
+    from tpu_kernels.compiler.versions import libtpu_version
+
+    if not job["estimate"]:
+        return None
+    chip = resolve(job["topology"]).chip
+    found = estimate(sorted(files), chip, scalars=scalars, libtpu_version=libtpu_version())
+    return found.to_dict()
 
 
 def failure(stage: str, error: BaseException) -> dict[str, Any]:

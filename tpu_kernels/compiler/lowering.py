@@ -13,16 +13,18 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.mlir import ir
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import locations
 from tpu_kernels.compiler.chips import Target
+from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
 
 _PALLAS_CALL = "tpu_custom_call"
 _BODY = re.compile(r'\\22body\\22: \\22([A-Za-z0-9+/=]+)\\22|"body": "([A-Za-z0-9+/=]+)"')
@@ -68,6 +70,7 @@ class Program:
         digest: Hash of what decides the compiled code; source locations do not count.
         place_digest: Hash of the text as it is, source locations included.
         seconds: Time that tracing and lowering took.
+        scalars: Integer operands that steer its kernels, as far as they are known.
     """
 
     text: str
@@ -76,15 +79,22 @@ class Program:
     digest: str
     place_digest: str
     seconds: float
+    scalars: tuple[KernelScalars, ...] = ()
 
 
-def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Program:
+def lower(
+    fn: Callable[..., Any],
+    avals: Sequence[Any],
+    target: Target,
+    concrete: Mapping[int, np.ndarray] | None = None,
+) -> Program:
     """Trace and lower a JAX function for a target.
 
     Args:
         fn: Function of flat JAX arrays; may be wrapped by `jax.jit`.
         avals: Shape and dtype of each argument: `jax.ShapeDtypeStruct` or arrays.
         target: The TPU to lower for.
+        concrete: Values of integer arguments by position, for kernels that they steer.
 
     Returns:
         The lowered program.
@@ -110,7 +120,9 @@ def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Progr
     # Lowering asks for a default device, and without one JAX would start every backend that it
     # finds.
     with jax.default_device(_compat_jax.cpu_device()), jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("tpu",))
+        traced = jax.jit(fn).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+        scalars = tuple(evaluate(traced.jaxpr, concrete or {}))
     text = lowered.as_text(debug_info=True)
     kernels = tuple(_kernels(lowered.compiler_ir("stablehlo")))
     bare = _BODY.sub(_digest_of_body, lowered.as_text(debug_info=False))
@@ -118,14 +130,23 @@ def lower(fn: Callable[..., Any], avals: Sequence[Any], target: Target) -> Progr
         text=text,
         target=target,
         kernels=kernels,
-        digest=_digest(bare),
+        digest=_digest(bare + "".join(map(repr, map(_scalar_digest, scalars)))),
         place_digest=_digest(text),
         seconds=time.perf_counter() - started,
+        scalars=scalars,
     )
 
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _scalar_digest(scalars: KernelScalars) -> list[tuple[int, str]]:
+    """The estimate depends on these values, so the result's key does too."""
+    return [
+        (index, hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest())
+        for index, value in sorted(scalars.values.items())
+    ]
 
 
 def _digest_of_body(match: re.Match[str]) -> str:

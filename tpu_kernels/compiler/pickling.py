@@ -124,6 +124,6 @@ def _importable(name: str, file: str) -> bool:
 
 
 def _is_at(spec: ModuleSpec | None, file: str) -> bool:
-    # Not `importlib.util.find_spec`, which would answer with what this process has imported. Packages
-    # that are installed in editable mode have finders of their own, which every process has.
+    # Not `importlib.util.find_spec`, which would answer with what this process has imported.
+    # Packages in editable mode have finders of their own, which every process has.
     return spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file)

@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ class Pool:
         """
         return next(outcome for _, outcome in self.run_all([job]))
 
-    def run_all(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome]]:
+    def run_all(self, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
         """Do jobs in parallel.
 
         Args:

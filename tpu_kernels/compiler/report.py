@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+
 STATUSES = ("ok", "error", "vmem", "unsupported", "invalid", "timeout", "crashed", "unavailable")
 """Every status that a report may have; only ``"ok"`` means that the program runs on the target."""
 
@@ -42,6 +44,7 @@ class CompileReport:
         vmem_limit_bytes: What it may allocate at most, where a message of the compiler names it.
         bundles: Instruction bundles (VLIW) in the generated code, each counted once.
         spills: Vector registers that the compiler had to store to VMEM and load again, in stores.
+        estimate: Estimated time on the chip, by kernel; None unless the program compiles.
         error: What is wrong in plain words, None if nothing is.
         where: ``file:line`` in the author's source that the error belongs to.
         source_line: The text of that line.
@@ -65,6 +68,7 @@ class CompileReport:
     vmem_limit_bytes: int | None = None
     bundles: int | None = None
     spills: int | None = None
+    estimate: ModuleEstimate | None = None
     error: str | None = None
     where: str | None = None
     source_line: str | None = None
@@ -123,6 +127,8 @@ class CompileReport:
             if self.spills:
                 code += f", {self.spills} register spills"
             lines.append(code)
+        if self.estimate is not None:
+            lines.extend(self.estimate.text.splitlines())
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +162,10 @@ class CompileReport:
             True
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
+        fields = {name: value for name, value in data.items() if name in known}
+        if isinstance(fields.get("estimate"), Mapping):
+            fields["estimate"] = ModuleEstimate.from_dict(fields["estimate"])
+        return cls(**fields)
 
     def __str__(self) -> str:
         return self.text

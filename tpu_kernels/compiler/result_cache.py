@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpu_kernels.compiler.cost.calibration import calibration_digest
 from tpu_kernels.compiler.diagnose import catalogue_digest
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.compiler.versions import jax_version, libtpu_version
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tpu_kernels.compiler.lowering import Program
 
 # Raise this when the meaning of a stored report changes.
-FORMAT = 1
+FORMAT = 2
 # A time limit or a crash says something about this run, not about the program.
 _KEPT = frozenset({"ok", "error", "vmem", "unsupported", "invalid"})
 
@@ -101,8 +102,16 @@ class ResultCache:
             warnings.warn(CacheCorruption(f"cannot store {path}: {error}"), stacklevel=2)
 
     def _path(self, digest: str, topology: str, options: Mapping[str, str]) -> Path:
-        versions = (FORMAT, catalogue_digest(), libtpu_version(), jax_version())
-        parts = (*versions, digest, topology, sorted(options.items()))
+        tables = (catalogue_digest(), calibration_digest())
+        parts = (
+            FORMAT,
+            *tables,
+            libtpu_version(),
+            jax_version(),
+            digest,
+            topology,
+            sorted(options.items()),
+        )
         name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         return self.folder / name[:2] / f"{name}.json"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from tpu_kernels.compiler import (
@@ -21,6 +22,9 @@ from tpu_kernels.dsl import dtypes, source
 from tpu_kernels.errors import ArgumentError, DTypeError
 from tpu_kernels.registry.kernel import Kernel
 
+_STEERING_ELEMENTS = 1 << 20  # of an integer argument; larger ones are data
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
 
 @dataclass(frozen=True)
 class _Traceable:
@@ -30,6 +34,7 @@ class _Traceable:
     function_for: Callable[[Target], Callable[..., Any]]
     avals: Sequence[Any]
     where: str | None
+    concrete: Mapping[int, np.ndarray]
 
 
 @overload
@@ -120,6 +125,7 @@ def compile(
             timeout_s=timeout_s,
             cache=cache,
             dump=folder,
+            concrete=traceable.concrete,
         )
         requests.append(request)
     done = dict(compile_all(requests))
@@ -140,7 +146,9 @@ def _traceable(
         def function_for(target: Target) -> Callable[..., Any]:
             return bound.function(interpret=False, target=target.chip.name)
 
-        return _Traceable(kernel.name, function_for, bound.avals, str(kernel.spec.source))
+        concrete = _integers(bound.tensors)
+        where = str(kernel.spec.source)
+        return _Traceable(kernel.name, function_for, bound.avals, where, concrete)
     return _plain(kernel, args, {**kwargs, **(config or {})})
 
 
@@ -162,8 +170,11 @@ def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     place = source.locate(fn)
     inner = source.unwrap(fn)
     name = getattr(inner, "__name__", type(inner).__name__)
+    flat.__name__ = flat.__qualname__ = name
     where = f"{place.file}:{place.line}" if place.line else None
-    return _Traceable(name, lambda _: flat, [avals[index] for index in arrays], where)
+    concrete = _integers([leaves[index] for index in arrays])
+    kept = [avals[index] for index in arrays]
+    return _Traceable(name, lambda _: flat, kept, where, concrete)
 
 
 def _aval(leaf: Any, what: str) -> Any:
@@ -180,3 +191,20 @@ def _aval(leaf: Any, what: str) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     return None
+
+
+def _integers(arrays: Sequence[Any]) -> dict[int, np.ndarray]:
+    """Values of the small integer arguments: they may steer a kernel."""
+    import jax
+
+    found = {}
+    for position, array in enumerate(arrays):
+        if isinstance(array, torch.Tensor):
+            values = None if array.is_meta or array.numel() > _STEERING_ELEMENTS else array
+            if values is not None and values.dtype in _INTEGERS:
+                found[position] = values.detach().cpu().numpy()
+        elif isinstance(array, (np.ndarray, jax.Array)):
+            small = array.size <= _STEERING_ELEMENTS
+            if small and np.issubdtype(array.dtype, np.integer):
+                found[position] = np.asarray(array)
+    return found

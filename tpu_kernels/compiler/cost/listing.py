@@ -25,6 +25,7 @@ _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
 _INSTRUCTION = re.compile(r"%(\S+) = (\S+)\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?)%([^,\s)]+)(?:,\s*([^)\s]+))?\)\s*,?\s*")
 _THREAD = re.compile(r"\[thread:[^\]]*\]\s*")
+_CALLED = re.compile(r"%(\S+) = inlined_call [^{}]*?/\* %(\S+) = ")
 _MEMORIES = re.compile(r"/\* (hbm|vmem|smem)-to-(hbm|vmem|smem)")
 # Opcodes outside the vector units whose effect on control flow, memory or time is simulated.
 _SCALAR = re.compile(r"[spd]|vsync|vdelay|inlined|int_to_ptr|compiler|reloc")
@@ -58,7 +59,7 @@ class Instruction:
         opcode: Such as ``"dma.hbm_to_vmem"``.
         predicate: Its predicate, if any.
         operands: The rest, split at commas outside brackets.
-        text: The rest as it stands, without comments and predicate.
+        text: The rest as it stands, without comments and predicate; of a call the HLO's name.
         memories: Source and destination memory of a general DMA, known from its comment.
     """
 
@@ -109,7 +110,7 @@ def parse(text: str) -> Listing:
         FormatError: If it holds no bundle.
 
     Example:
-        >>> text = "  0   :  { %s1_s0 = smov.u32 4 ;; %v2 = vadd.f32 %v0, %v1 } /* Start region 7 */"
+        >>> text = "  0  :  { %s1_s0 = smov.u32 4 ;; %v2 = vadd.f32 %v0, %v1 } /* Start region 7 */"
         >>> listing = parse(text)
         >>> listing.bundles[0].scalar[0].operands, listing.bundles[0].vector, listing.regions
         (('4',), ('vadd.f32',), {7: 0})
@@ -131,6 +132,7 @@ def parse(text: str) -> Listing:
 
 def _bundle(chunk: str) -> Bundle:
     memories = _MEMORIES.search(chunk) if "dma.general" in chunk else None
+    called = dict(_CALLED.findall(chunk)) if "inlined_call " in chunk else {}
     body = _COMMENT.sub("", chunk) if "/*" in chunk else chunk
     body = body[: body.rfind("}")]
     scalar: list[Instruction] = []
@@ -140,7 +142,10 @@ def _bundle(chunk: str) -> Bundle:
         if found is None:
             continue
         destination, opcode, rest = found.groups()
-        if _SCALAR.match(opcode):
+        if opcode == "inlined_call":
+            name = called.get(destination, "")
+            scalar.append(Instruction(destination, opcode, None, (), name))
+        elif _SCALAR.match(opcode):
             general = memories if opcode.startswith("dma.general") else None
             scalar.append(_instruction(destination, opcode, rest, general))
         else:

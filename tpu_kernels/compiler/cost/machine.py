@@ -11,6 +11,7 @@ import numpy as np
 from tpu_kernels.compiler.cost.translate import operand_address
 from tpu_kernels.compiler.cost.values import UNKNOWN, Value, s32
 
+UNKNOWN_LOOP = "loop whose end depends on data"
 _ON_CHIP_LATENCY = 100  # cycles of a copy that does not touch HBM; such copies are rare and short
 _ON_CHIP_BYTES_PER_CYCLE = 256
 _POINTER_SHIFT = 4  # DMA operands are addresses in units of 16 bytes on some chips
@@ -48,6 +49,7 @@ class Machine:
         self.semaphores: dict[Value, deque[tuple[float, int]]] = {}
         self.hbm_free = 0.0
         self.counts: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.warnings: Counter[str] = Counter()
         self._unknown_branches: Counter[int] = Counter()
         self._addresses = {
@@ -74,9 +76,10 @@ class Machine:
         """Whether a branch is taken; a loop whose end is not known runs twice."""
         if predicate is not UNKNOWN:
             return bool(predicate)
-        self.warnings["branch that depends on data"] += 1
         if not backward:
+            self.warnings["branch that depends on data"] += 1
             return False
+        self.warnings[UNKNOWN_LOOP] += 1
         self._unknown_branches[position] += 1
         return self._unknown_branches[position] % 2 == 1
 

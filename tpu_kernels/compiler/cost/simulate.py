@@ -18,7 +18,7 @@ import numpy as np
 from tpu_kernels.compiler.cost.listing import Listing
 from tpu_kernels.compiler.cost.loops import LoopSkipper
 from tpu_kernels.compiler.cost.machine import Machine, Speed
-from tpu_kernels.compiler.cost.translate import Translation, translate
+from tpu_kernels.compiler.cost.translate import Block, Translation, translate
 from tpu_kernels.compiler.cost.values import NAMESPACE, UNKNOWN
 
 _MAX_VISITS = 20_000_000
@@ -35,6 +35,7 @@ class Simulation:
         cycles: Length in cycles.
         bundles: Bundles issued.
         static_bundles: Bundles in the code.
+        mxu_busy: Cycles that the busiest MXU of each block was busy.
         mxu_excess: Cycles by which the busiest MXU exceeded the bundles of its block.
         dma_stall: Cycles spent in waiting for copies.
         hbm_bytes: Bytes moved to or from HBM.
@@ -42,7 +43,8 @@ class Simulation:
         copied: Bytes by direction, such as ``"hbm->vmem"``.
         counts: Instructions executed, by unit.
         visits: Executions of each block, by first bundle.
-        hottest: First and last bundle of the block that takes the most cycles in all.
+        calls: Calls of other HLOs, by name.
+        hottest: The block that takes the most cycles in all.
         warnings: What had to be guessed, counted.
         complete: Whether the kernel ran to its end.
         skipped: Visits that were extrapolated instead of run.
@@ -51,6 +53,7 @@ class Simulation:
     cycles: float
     bundles: int
     static_bundles: int
+    mxu_busy: int
     mxu_excess: int
     dma_stall: float
     hbm_bytes: int
@@ -58,7 +61,8 @@ class Simulation:
     copied: Mapping[str, int]
     counts: Mapping[str, int]
     visits: Mapping[int, int]
-    hottest: tuple[int, int]
+    calls: Mapping[str, int]
+    hottest: Block
     warnings: Mapping[str, int] = field(default_factory=dict)
     complete: bool = True
     skipped: int = 0
@@ -123,11 +127,12 @@ def _summary(
     program: Translation, machine: Machine, visits: Counter[int], complete: bool, skipped: int
 ) -> Simulation:
     counts: Counter[str] = Counter()
-    bundles = mxu_excess = 0
+    bundles = mxu_busy = mxu_excess = 0
     weight = {}
     for first, times in visits.items():
         block = program.blocks[first]
         bundles += times * block.bundles
+        mxu_busy += times * block.mxu_busy
         mxu_excess += times * block.mxu_excess
         weight[first] = times * block.cycles
         for unit, number in block.counts.items():
@@ -137,6 +142,7 @@ def _summary(
         cycles=machine.t,
         bundles=bundles,
         static_bundles=sum(block.bundles for block in program.blocks.values()),
+        mxu_busy=mxu_busy,
         mxu_excess=mxu_excess,
         dma_stall=machine.counts["dma_stall"],
         hbm_bytes=machine.counts["hbm_bytes"],
@@ -144,7 +150,8 @@ def _summary(
         copied={name: size for name, size in machine.counts.items() if "->" in name},
         counts=dict(counts),
         visits=dict(visits),
-        hottest=(hottest, program.blocks[hottest].end),
+        calls=dict(machine.calls),
+        hottest=program.blocks[hottest],
         warnings=dict(program.warnings + machine.warnings),
         complete=complete,
         skipped=skipped,

@@ -48,7 +48,7 @@ class Block:
         first: Its first bundle, which is its name.
         end: One past its last bundle.
         cycles: What it takes without waiting: its bundles, or longer if an MXU is busy longer.
-        mxu_excess: Cycles by which the busiest MXU exceeds the bundles.
+        mxu_busy: Cycles that the busiest MXU needs.
         counts: Instructions by unit.
         source: Python code of its function.
     """
@@ -56,9 +56,14 @@ class Block:
     first: int
     end: int
     cycles: int = 0
-    mxu_excess: int = 0
+    mxu_busy: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     source: str = ""
+
+    @property
+    def mxu_excess(self) -> int:
+        """Cycles by which the busiest MXU exceeds the bundles."""
+        return self.cycles - self.bundles
 
     @property
     def bundles(self) -> int:
@@ -179,8 +184,8 @@ class _Translator:
                     condition = self._condition(predicate)
                     taken = f"S.branch({position},{condition},{0 <= branch <= position})"
                 lines.append(f" taken={taken}")
-        block.mxu_excess = max(max(busy.values(), default=0) - block.bundles, 0)
-        block.cycles = block.bundles + block.mxu_excess
+        block.mxu_busy = max(busy.values(), default=0)
+        block.cycles = max(block.bundles, block.mxu_busy)
         lines.append(f" S.t=t+{block.cycles}")
         if branch is None:
             lines.append(f" return {following}")
@@ -204,6 +209,8 @@ class _Translator:
                 continue
             if opcode.startswith("inlined_call_operand"):
                 writes.append((instruction, self._call_operand(instruction)))
+            elif opcode == "inlined_call":
+                lines.append(f" S.calls[{instruction.text!r}]+=1")
             elif opcode.startswith(("dma", "vsyncadd")):
                 self._copy_or_semaphore(lines, instruction, offset)
             elif opcode.startswith("vdelay"):
@@ -368,3 +375,20 @@ def operand_address(index: int, *, is_output: bool) -> int:
         The address; different operands are far apart.
     """
     return ((index + 1) << OPERAND_BITS) + (1 << 30 if is_output else 0)
+
+
+def call_operands(listing: Listing) -> dict[tuple[int, bool], tuple[str, str]]:
+    """Return the operands of a kernel.
+
+    Args:
+        listing: Its code.
+
+    Returns:
+        Memory and shape by (number, whether it is an output).
+    """
+    translator = _Translator(listing, 0, {"bf16": 0, "f32": 0, "8bit": 0})
+    for bundle in listing.bundles:
+        for instruction in bundle.scalar:
+            if instruction.opcode.startswith("inlined_call_operand"):
+                translator._call_operand(instruction)
+    return translator.operands
