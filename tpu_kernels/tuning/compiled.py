@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -103,12 +104,14 @@ def _inspect(
         # Something in it cannot be sent to a worker; tracing here is all that is left.
         started = time.monotonic()
         take(candidate, child.inspect(*arguments), time.monotonic() - started)
-    for position, outcome in pool.run_all(jobs):
-        candidate = packed[position]
-        if (row := lost_row(candidate.config, outcome, limit)) is not None:
-            found(candidate.index, row)
-        else:
-            take(candidate, outcome.value, outcome.seconds)
+    # Closed at once when `found` raises (Ctrl-C): running candidates must not outlive the search.
+    with closing(pool.run_all(jobs)) as outcomes:
+        for position, outcome in outcomes:
+            candidate = packed[position]
+            if (row := lost_row(candidate.config, outcome, limit)) is not None:
+                found(candidate.index, row)
+            else:
+                take(candidate, outcome.value, outcome.seconds)
     return inspections
 
 
@@ -177,11 +180,11 @@ def _compile(
     waiting = list(queue)
     while waiting:
         batch, waiting = waiting[: 2 * pool.max_workers], waiting[2 * pool.max_workers :]
-        for candidate, row in _compile_batch(
-            batch, inspections, target, objective, spared, timeout_s, deadline
-        ):
-            found(candidate.index, row)
-            spared.learn(candidate, row)
+        rows = _compile_batch(batch, inspections, target, objective, spared, timeout_s, deadline)
+        with closing(rows):
+            for candidate, row in rows:
+                found(candidate.index, row)
+                spared.learn(candidate, row)
 
 
 class _Spared:
@@ -238,7 +241,7 @@ def _compile_batch(
     spared: _Spared,
     timeout_s: float,
     deadline: float,
-) -> Iterator[tuple[Candidate, TuneRow]]:
+) -> Generator[tuple[Candidate, TuneRow], None, None]:
     trying, requests = [], []
     left = deadline - time.monotonic()
     for candidate in batch:
@@ -249,16 +252,18 @@ def _compile_batch(
         else:
             trying.append(candidate)
             requests.append(_request(candidate, target, min(timeout_s, left)))
-    for position, report in compile_all(requests):
-        candidate = trying[position]
-        evidence = Evidence(target.chip, inspections[candidate.index].models, report)
-        if report.ok:
-            yield candidate, _ok_row(candidate, evidence, objective)
-        elif report.status == "timeout" and left < timeout_s:
-            reason = "the time budget ended while it was being compiled"
-            yield candidate, TuneRow(candidate.config, "skipped", reason, seconds=report.seconds)
-        else:
-            yield candidate, _failed_row(candidate, report)
+    with closing(compile_all(requests)) as reports:
+        for position, report in reports:
+            candidate = trying[position]
+            evidence = Evidence(target.chip, inspections[candidate.index].models, report)
+            if report.ok:
+                row = _ok_row(candidate, evidence, objective)
+            elif report.status == "timeout" and left < timeout_s:
+                reason = "the time budget ended while it was being compiled"
+                row = TuneRow(candidate.config, "skipped", reason, seconds=report.seconds)
+            else:
+                row = _failed_row(candidate, report)
+            yield candidate, row
 
 
 def _request(candidate: Candidate, target: Target, timeout_s: float) -> Request:

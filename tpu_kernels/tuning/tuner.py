@@ -140,6 +140,7 @@ def autotune(
         search.run()
     except KeyboardInterrupt:
         # The best so far is worth keeping; the user still wants the program to stop.
+        search.progress = None
         search.close("interrupted")
         if store:
             search.store(cache)

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,13 @@ class WallSearch:
                 continue
             jobs.append(job)
             tried.append(sent)
-        for position, outcome in self._pool.run_all(jobs):
-            candidate = tried[position].candidate
-            row = lost_row(candidate.config, outcome, self._timeout_s)
-            if row is None:
-                row = replace(self._judge(candidate, outcome.value), seconds=outcome.seconds)
-            found(candidate.index, row)
+        with closing(self._pool.run_all(jobs)) as outcomes:
+            for position, outcome in outcomes:
+                candidate = tried[position].candidate
+                row = lost_row(candidate.config, outcome, self._timeout_s)
+                if row is None:
+                    row = replace(self._judge(candidate, outcome.value), seconds=outcome.seconds)
+                found(candidate.index, row)
 
     def choose(
         self, rows: Mapping[int, TuneRow], default: int | None
@@ -125,13 +127,18 @@ class WallSearch:
         if default in rows and default not in finalists:
             finalists.append(default)
         start = default if default in rows else finalists[0]
-        by_index = {sent.candidate.index: sent for sent in self._sent}
+        # Packed once: pickling a kernel costs more than a sample of it.
+        jobs = {
+            sent.candidate.index: self._job(child.sample, sent, 1)
+            for sent in self._sent
+            if sent.candidate.index in finalists
+        }
         left = max(0.0, self._deadline - time.monotonic())
         selection = select(
             [{"index": index} for index in finalists],
             default={"index": start},
-            measure=lambda config: self._time(by_index[config["index"]]),
-            budget=_SAMPLES_EACH * len(finalists),
+            measure=lambda config: self._time(jobs[config["index"]]),
+            budget=_SAMPLES_EACH * len(finalists) if len(finalists) > 1 else _ROUGH_SAMPLES,
             budget_s=min(_FINAL_S, left),
         )
         again = {}
@@ -149,12 +156,11 @@ class WallSearch:
         arguments = (sent.function, self._inputs, sent.name, samples)
         return call_job(function, arguments, self._timeout_s)
 
-    def _time(self, sent: _Sent) -> float:
-        job = self._job(child.sample, sent, 1)
+    def _time(self, job: Job | None) -> float:
         if job is None:
             raise TuningError("the kernel cannot be sent to a worker process")
         outcome = self._pool.run(job)
-        row = lost_row(sent.candidate.config, outcome, self._timeout_s)
+        row = lost_row({}, outcome, self._timeout_s)
         if row is not None:
             raise TuningError(f"timing failed: {row.status}: {row.reason}")
         if isinstance(outcome.value, child.Failure):
