@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import operator as operators
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,10 +41,26 @@ def claim_privateuse1(name: str, module: object) -> None:
     """Rename PrivateUse1, and give it Python-written hooks, device guard and ``torch.<name>``.
 
     There is no public function for a backend without C++ code; this is the one that torch tests.
+    Its own stand-ins for hooks and guard are Python functions, which torch calls from C++ that must
+    not throw: a Ctrl-C that arrives in one of them ends the process. Ours are callables written in
+    C, in which no signal is handled.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    def always(value: object) -> Any:
+        return staticmethod(itertools.repeat(value).__next__)
+
+    class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc, name-defined]
+        type_ = always(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[attr-defined]
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc, name-defined]
+        is_available = always(True)
+        is_built = always(True)
+        has_primary_context = staticmethod(functools.partial(operators.lt, -1))  # every index
+
+    _setup_privateuseone_for_python_backend(
+        name, backend_module=module, hook=Hooks(), device_guard=Guard()
+    )
 
 
 def redispatcher(operator: OpOverload) -> Callable[..., Any]:

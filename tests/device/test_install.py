@@ -150,11 +150,11 @@ def test_a_rehearsal_that_goes_well_is_silent() -> None:
 
 
 def test_an_unknown_class_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "_KNOWN_CLASS", b"SomebodysAllocator\0")
+    monkeypatch.setattr(allocator, "_KNOWN_CLASS", "SomebodysAllocator")
     monkeypatch.setattr(allocator, "_set_allocator", lambda address: None)
     with pytest.raises(DeviceError, match="not the class"):
         allocator.register()
-    monkeypatch.setattr(hooks, "_KNOWN_CLASS", b"SomebodysHooks\0")
+    monkeypatch.setattr(hooks, "_KNOWN_CLASS", "SomebodysHooks")
     with pytest.raises(DeviceError, match="laid out differently"):
         hooks.register()
     with pytest.raises(DeviceError, match="no _ZNoSuchSymbol"):
@@ -176,8 +176,8 @@ def test_without_its_optional_parts_the_device_works_and_says_what_is_missing() 
     printed = run_python(
         """
         import copy, torch
-        from tpu_kernels.backends.device import allocator, hooks, install, limits
-        allocator._KNOWN_CLASS = hooks._KNOWN_CLASS = b"Other"
+        from tpu_kernels.backends.device import allocator, guard, hooks, install, limits
+        allocator._KNOWN_CLASS = hooks._KNOWN_CLASS = guard._KNOWN_CLASS = "Other"
         install()
         print(sorted(limits().values()))
         x = torch.ones(2, 2, device="tpu", requires_grad=True)
@@ -191,6 +191,7 @@ def test_without_its_optional_parts_the_device_works_and_says_what_is_missing() 
         """
     )
     assert "torch's CPU allocator is not the class" in printed
+    assert "torch's device guard is" in printed
     assert "torch's backend hooks are laid out differently" in printed
     assert "[[4.0, 4.0], [4.0, 4.0]]" in printed
     assert "DeviceError storages made on the device" in printed

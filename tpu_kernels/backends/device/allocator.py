@@ -9,19 +9,18 @@ returned ``DataPtr``.
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 
 from tpu_kernels._compat_torch import privateuse1_device_type
 from tpu_kernels.backends.device import native
-from tpu_kernels.backends.device.probe import peek, peek_pointer, rehearse
+from tpu_kernels.backends.device.probe import peek_pointer, rehearse
 from tpu_kernels.errors import DeviceError
 
 _DEVICE_OFFSET = 24  # DataPtr: void *data, {void *context, deleter}, then int8 type, int8 index
 _SLOTS = 6  # ~A, ~A (deleting), allocate, is_simple_data_ptr, raw_deleter, copy_data
 _ALLOCATE = 2
-_KNOWN_CLASS = b"N3c1019DefaultCPUAllocatorE\0"
+_KNOWN_CLASS = "N3c1019DefaultCPUAllocatorE"
 
 
 def register() -> None:
@@ -58,22 +57,18 @@ def _inspect() -> tuple[int, int]:
     cpu_allocator = _cpu_allocator()
     table = peek_pointer(cpu_allocator)
     known_table = native.address_of(native.symbol("libc10.so", "_ZTVN3c1019DefaultCPUAllocatorE"))
-    name = peek_pointer(peek_pointer(table - 8) + 8)  # type info: its own table, then the name
-    if table != known_table + 16 or peek(name, len(_KNOWN_CLASS)) != _KNOWN_CLASS:
+    if table != known_table + 16 or native.class_name(table) != _KNOWN_CLASS:
         raise DeviceError("torch's CPU allocator is not the class that the simulation knows")
     return cpu_allocator, table
 
 
 def _register(cpu_allocator: int, table: int) -> None:
-    # The type information goes along: torch asks for it (dynamic_cast) in memory statistics.
-    words = list(struct.unpack(f"<{_SLOTS + 2}Q", peek(table - 16, 8 * (_SLOTS + 2))))
     device = privateuse1_device_type()  # the low byte; the high byte is the index, 0
-    words[2 + _ALLOCATE] = native.call_then_store16(
-        words[2 + _ALLOCATE], cpu_allocator, _DEVICE_OFFSET, device
-    )
-    own_table = (ctypes.c_uint64 * len(words))(*words)
-    allocator = (ctypes.c_uint64 * 1)(ctypes.addressof(own_table) + 16)
-    native.keep(own_table, allocator)
+    original = native.table_entries(table, _SLOTS)[_ALLOCATE]
+    allocate = native.call_then_store16(original, cpu_allocator, _DEVICE_OFFSET, device)
+    own_table = native.copy_table(table, _SLOTS, {_ALLOCATE: allocate})
+    allocator = (ctypes.c_uint64 * 1)(own_table)
+    native.keep(allocator)
     _set_allocator(ctypes.addressof(allocator))
 
 

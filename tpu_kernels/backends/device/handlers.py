@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels._compat_torch import key_set, redispatcher, registered_operators
-from tpu_kernels.backends.device.capsule import to_tpu, unwrap, with_lazy_bits, wrap
+from tpu_kernels.backends.device.capsule import unwrap, with_lazy_bits, wrap
 
 CPU_KEYS = key_set("CPU")
 _CPU_DEVICE = torch.device("cpu")
@@ -95,6 +95,16 @@ def _output_argument(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.empty(0, dtype=tensor.dtype)
     return with_lazy_bits(unwrap(tensor), tensor)
+
+
+def _lazy_wrap(tensor: torch.Tensor) -> torch.Tensor:
+    return with_lazy_bits(wrap(tensor), tensor)
+
+
+def _settle(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+    # A kernel may conjugate its `out=` by a bit on the stand-in, which the tensor does not see.
+    if stand_in.is_conj() != tensor.is_conj():
+        torch.conj_physical_(unwrap(tensor))
 
 
 def adopt(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -206,7 +216,9 @@ class _Source:
         self.schema = operator._schema
         lenient = operator._opname in TAKES_CPU_TENSORS
         keeps_bits = operator.name() in _keeps_lazy_bits()
-        returns_bits = any(part in operator._opname for part in _RETURNS_LAZY_BITS)
+        self.lazy_results = keeps_bits or any(
+            part in operator._opname for part in _RETURNS_LAZY_BITS
+        )
         self.environment: dict[str, Any] = {
             "redispatch_": redispatcher(operator),
             "operator_": operator,
@@ -216,7 +228,8 @@ class _Source:
             "input_": _lazy_input if keeps_bits else _lenient_input if lenient else _input,
             "written_": _lazy_written if keeps_bits else _written,
             "out_": _output_argument,
-            "wrap_": to_tpu if returns_bits else wrap,
+            "wrap_": _lazy_wrap if self.lazy_results else wrap,
+            "settle_": _settle,
             "adopt_": adopt,
         }
         self.body: list[str] = []
@@ -309,6 +322,8 @@ class _Source:
     def _results(self, call: str) -> list[str]:
         returns = self.schema.returns
         adoptions = [f"if cpu_{n}.shape != {n}.shape: adopt_({n}, cpu_{n})" for n in self.resizable]
+        if self.lazy_results:
+            adoptions += [f"settle_({n}, cpu_{n})" for n in self.resizable]
         if not returns:
             return [call, *adoptions, "return None"]
         if len(returns) == 1:

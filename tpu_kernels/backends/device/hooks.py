@@ -10,18 +10,18 @@ by comparing its table with that of its base class, which may differ in known en
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 
 from tpu_kernels.backends.device import native
-from tpu_kernels.backends.device.probe import peek, peek_pointer, rehearse
+from tpu_kernels.backends.device.probe import peek_pointer, rehearse
 from tpu_kernels.errors import DeviceError
 
 # Order of declaration: two destructors, then isBuilt, isAvailable, hasPrimaryContext, init, ...
 # What torch's class for Python backends overrides (11 to 15: pinned memory, pointers, generators).
 _OVERRIDDEN = frozenset({0, 1, 2, 3, 4, 11, 12, 13, 14, 15})
-_KNOWN_CLASS = b"N5torch3acc11PythonHooksE\0"
+_KNOWN_CLASS = "N5torch3acc11PythonHooksE"
+_ANSWERED_BY_PYTHON = (2, 3, 4)
 _PINNED_MEMORY_ALLOCATOR = 12
 _DEFAULT_GENERATOR = 14
 _NEW_GENERATOR = 15
@@ -47,34 +47,31 @@ def _inspect() -> tuple[int, int]:
     hooks = int(get_hooks() or 0)
     table = peek_pointer(hooks)
     base = native.symbol("libtorch_python.so", "_ZTVN2at25PrivateUse1HooksInterfaceE")
-    base_entries = _entries(native.address_of(base) + 16)
-    entries = _entries(table)
+    base_entries = native.table_entries(native.address_of(base) + 16, _SLOTS)
+    entries = native.table_entries(table, _SLOTS)
     different = {i for i in range(_SLOTS) if entries[i] != base_entries[i]}
-    name = peek(peek_pointer(peek_pointer(table - 8) + 8), len(_KNOWN_CLASS))
+    name = native.class_name(table)
     if different != _OVERRIDDEN or name != _KNOWN_CLASS:
         raise DeviceError(
-            f"torch's backend hooks are laid out differently: {name!r}, {sorted(different)}"
+            f"torch's backend hooks are laid out differently: {name}, {sorted(different)}"
         )
     return hooks, table
 
 
-def _entries(table: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{_SLOTS}Q", peek(table, 8 * _SLOTS))
-
-
 def _register(hooks: int, table: int) -> None:
-    words = list(struct.unpack(f"<{_SLOTS + 2}Q", peek(table - 16, 8 * (_SLOTS + 2))))
     create = native.symbol("libtorch_cpu.so", "_ZN2at6detail18createCPUGeneratorEm")
     default = native.symbol("libtorch_cpu.so", "_ZN2at6detail22getDefaultCPUGeneratorEv")
     get_allocator = native.symbol("libc10.so", "_ZN3c1015GetCPUAllocatorEv")
-    # `Generator getNewGenerator(index)` returns through memory: the result's address comes first,
-    # which is also the first argument of createCPUGenerator(seed).
-    words[2 + _NEW_GENERATOR] = native.jump_with(native.address_of(create), _DEFAULT_SEED)
-    words[2 + _DEFAULT_GENERATOR] = native.address_of(default)  # takes no argument
-    words[2 + _PINNED_MEMORY_ALLOCATOR] = native.address_of(get_allocator)  # takes no argument
-    own_table = (ctypes.c_uint64 * len(words))(*words)
-    native.keep(own_table)
-    ctypes.c_uint64.from_address(hooks).value = ctypes.addressof(own_table) + 16
+    changes = {
+        # `Generator getNewGenerator(index)` returns through memory: the result's address comes
+        # first, which is also the first argument of createCPUGenerator(seed).
+        _NEW_GENERATOR: native.jump_with(native.address_of(create), _DEFAULT_SEED),
+        _DEFAULT_GENERATOR: native.address_of(default),  # takes no argument
+        _PINNED_MEMORY_ALLOCATOR: native.address_of(get_allocator),  # takes no argument
+    }
+    # Python would answer these the same, but a Ctrl-C may be raised in Python (see `guard`).
+    changes |= dict.fromkeys(_ANSWERED_BY_PYTHON, native.return_constant(1))
+    native.replace_table(hooks, table, _SLOTS, changes)
 
 
 def _problem() -> str | None:

@@ -148,7 +148,15 @@ def _ignore_known_warnings() -> None:
 
 
 def _set_up() -> None:
-    from tpu_kernels.backends.device import accelerator, allocator, autocast, hooks, kernels, module
+    from tpu_kernels.backends.device import (
+        accelerator,
+        allocator,
+        autocast,
+        guard,
+        hooks,
+        kernels,
+        module,
+    )
 
     claim_privateuse1(NAME, module)
     selftest.check_round_trip()
@@ -156,6 +164,7 @@ def _set_up() -> None:
     _keep_alive.extend(autocast.register())
     accelerator.register()
     for feature, register in (
+        ("Ctrl-C under autograd, and torch.Event.synchronize", guard.register),
         ("storages made on the device (deepcopy, torch.load, pickle)", allocator.register),
         ("torch.Generator(device='tpu') and pinned memory", hooks.register),
     ):

@@ -109,6 +109,8 @@ def _is_one_call(name: str) -> bool:
     operator = find_operator(name)
     if operator is None or not operator._schema.returns:
         return False
+    if torch.Tag.inplace_view in operator.tags:  # changes the tensor itself: strides, shape
+        return False
     kinds = {str(a.type) for a in operator._schema.arguments}
     if kinds & {"Device", "Optional[Device]"} or not kinds & {"Tensor", "List[Tensor]"}:
         return False

@@ -128,6 +128,8 @@ def _to_copy(
 def _resize_(
     self: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> torch.Tensor:
+    if memory_format is None and list(size) == list(self.shape):
+        return self  # as in C++, strides are kept
     if memory_format is None or memory_format is torch.contiguous_format:
         strides = [math.prod(max(s, 1) for s in size[i + 1 :]) for i in range(len(size))]
     else:
@@ -143,9 +145,10 @@ def _resize_(
     if storage.nbytes():
         whole = wrap(torch.empty(0, dtype=torch.uint8, device=_CPU))
         memory[: storage.nbytes()].copy_(unwrap(_set_whole_storage(CPU_KEYS, whole, storage)))
-    grown = torch.empty(0, dtype=self.dtype, device=_CPU)
-    adopt(self, grown.set_(memory.untyped_storage(), offset, size, strides))
-    return self
+    grown = wrap(memory)
+    return _set_storage_at(  # type: ignore[no-any-return]
+        CPU_KEYS, self, grown.untyped_storage(), offset, size, strides
+    )
 
 
 @_implements("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")

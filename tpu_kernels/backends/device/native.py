@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_kernels._compat_torch import library_folder
+from tpu_kernels.backends.device.probe import peek, peek_pointer
 from tpu_kernels.errors import DeviceError
 
 _keep_alive: list[object] = []  # code, frames and tables that C++ points to
@@ -136,6 +137,61 @@ def jump_with(function: int, second: int) -> int:
         + b"\x48\xb8" + struct.pack("<Q", function)  # mov rax, function
         + b"\xff\xe0"  # jmp rax
     )  # fmt: skip
+
+
+def return_constant(value: int) -> int:
+    """Make ``f(...) { return value; }``, with zero in the second return register.
+
+    Args:
+        value: A number that fits 31 bits.
+
+    Returns:
+        The address of the made function.
+    """
+    # mov eax, value; xor edx, edx; ret
+    return make_executable(b"\xb8" + struct.pack("<i", value) + b"\x31\xd2\xc3")
+
+
+def class_name(table: int) -> str:
+    """Return the mangled name of the C++ class that a virtual table belongs to.
+
+    Raises:
+        DeviceError: If there is no readable type information before the table.
+    """
+    name = peek(peek_pointer(peek_pointer(table - 8) + 8), 64)
+    return name.partition(b"\0")[0].decode(errors="replace")
+
+
+def table_entries(table: int, slots: int) -> tuple[int, ...]:
+    """Return the function addresses of a virtual table."""
+    return struct.unpack(f"<{slots}Q", peek(table, 8 * slots))
+
+
+def replace_table(instance: int, table: int, slots: int, changes: Mapping[int, int]) -> None:
+    """Give one C++ object a copy of its virtual table with some entries changed.
+
+    Args:
+        instance: Address of the object, whose first word points to its table.
+        table: Its present table.
+        slots: Number of entries in the table.
+        changes: New function address by slot.
+    """
+    ctypes.c_uint64.from_address(instance).value = copy_table(table, slots, changes)
+
+
+def copy_table(table: int, slots: int, changes: Mapping[int, int]) -> int:
+    """Copy a virtual table with some entries changed; see `replace_table`.
+
+    Returns:
+        The address of the copy's first entry.
+    """
+    # The offset and the type information before the first entry go along: torch uses dynamic_cast.
+    words = list(table_entries(table - 16, slots + 2))
+    for slot, function in changes.items():
+        words[2 + slot] = function
+    copy = (ctypes.c_uint64 * len(words))(*words)
+    keep(copy)
+    return ctypes.addressof(copy) + 16
 
 
 def _padded(data: bytes) -> bytes:

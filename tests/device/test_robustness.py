@@ -1,0 +1,103 @@
+"""Long runs, several threads, and Ctrl-C at any moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import torch
+
+from tests.device.models import losses
+
+
+def test_training_for_300_steps_does_not_leak() -> None:
+    weight = torch.randn(128, 128, device="tpu", requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    process = psutil.Process()
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            x = torch.randn(128, 1024, device="tpu")  # 512 KiB, freed each step
+            x.view(-1)[::2].mul_(0.5)
+            loss = (weight @ x).relu()[1:].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            torch.add(x, x, out=torch.empty(0, device="tpu"))
+        return int(process.memory_info().rss)
+
+    before = run(30)  # allocator and caches have warmed up
+    grown = (run(300) - before) / 2**20
+    assert grown < 20, f"{grown:.1f} MiB more after 300 steps"  # one leaked tensor each: over 150
+
+
+def test_four_threads_train_at_once() -> None:
+    expected = losses("tpu", steps=2)
+    found: list[list[float]] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        model = torch.nn.Linear(8, 8).to("tpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x = torch.ones(4, 8, device="tpu")
+        values = []
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        with lock:
+            found.append(values)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(found) == 4
+    assert all(values[-1] < values[0] for values in found)
+    assert losses("tpu", steps=2) == expected
+
+
+def test_ctrl_c_in_the_middle_of_operators_leaves_a_usable_process() -> None:
+    code = """
+        import copy, random, signal, time
+        import torch
+        import tpu_kernels.device
+
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        weight = torch.ones(16, 16, device="tpu", requires_grad=True)
+
+        def work():
+            y = (weight @ weight.t()).relu()[1:].add(1).mul_(1)
+            y.sum().backward()
+            copy.deepcopy(y.detach()).resize_(600)
+            torch.rand(4, generator=torch.Generator(device="tpu"), device="tpu")
+            torch.mul(y.detach(), 2, out=torch.empty(0, device="tpu"))
+
+        work()
+        random.seed(0)
+        interrupted = 0
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+                for _ in range(50):
+                    work()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        weight.grad = None
+        work()
+        assert weight.grad.sum().item() == 7936, weight.grad.sum()
+        assert interrupted == 300, interrupted
+        print("usable")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=250
+    )
+    assert (done.returncode, done.stdout) == (0, "usable\n"), done.stderr
