@@ -291,7 +291,7 @@ def test_the_tpu_compiler_judges_and_ranks(tmp_path: Path) -> None:
     assert report.best is not None
     assert report.best.config == {"block": (256, 256)}
     assert report.best.figures["bundles"] > 0
-    assert report.best.cost_unit == "cycles (bundles x steps)"
+    assert report.best.cost_unit == "µs (estimated)"
     (record,) = TuningCache(tmp_path)
     assert record.provenance["versions"]["libtpu"]
     assert record.provenance["objective"] == "compiler"

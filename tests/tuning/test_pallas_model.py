@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.compiler.chips import resolve
-from tpu_kernels.tuning.objective import BundleCount, Evidence, Roofline
+from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+from tpu_kernels.compiler.report import CompileReport
+from tpu_kernels.tuning.objective import CostModel, Evidence, Roofline
 from tpu_kernels.tuning.pallas_model import PallasModel, pallas_models
 
 V6E = resolve("v6e").chip
@@ -157,16 +159,22 @@ def test_the_roofline_is_peak_time_plus_steps() -> None:
 def test_objectives_fall_back_to_what_is_known() -> None:
     model = model_of(matmul((256, 256, 256)), (512, 512), (512, 512))
     known = Evidence(V6E, [model])
-    assert BundleCount().figure(known) == Roofline().figure(known) == model.cycles(V6E)
+    roofline_us = 1e6 * model.cycles(V6E) / V6E.clock_hz
+    assert CostModel().figure(known) == Roofline().figure(known) == roofline_us
     assert Roofline().figure(Evidence(V6E, [])) is None
-    from tpu_kernels.compiler.report import CompileReport
-
     report = CompileReport("ok", "v6e", "k", bundles=9000)
-    assert BundleCount().figure(Evidence(V6E, [model], report)) == 9000 * 8
-    assert BundleCount().figure(Evidence(V6E, [], report)) == 9000
+    per_bundle = 1e6 / V6E.clock_hz
+    assert CostModel().figure(Evidence(V6E, [model], report)) == pytest.approx(72000 * per_bundle)
+    assert CostModel().figure(Evidence(V6E, [], report)) == pytest.approx(9000 * per_bundle)
     few = CompileReport("ok", "v6e", "k", bundles=1)
-    assert BundleCount().figure(Evidence(V6E, [model], few)) == model.cycles(V6E)
-    assert BundleCount().figure(Evidence(V6E, [], CompileReport("ok", "v6e", "k"))) is None
+    assert CostModel().figure(Evidence(V6E, [model], few)) == roofline_us
+    assert CostModel().figure(Evidence(V6E, [], CompileReport("ok", "v6e", "k"))) is None
+    estimate = ModuleEstimate(3.5, (), "v6e", "simulated", "c", None)
+    told = CompileReport("ok", "v6e", "k", bundles=9000, estimate=estimate)
+    assert CostModel().figure(Evidence(V6E, [model], told)) == 3.5
+    bound = CostModel().lower_bound(known)
+    assert bound is not None
+    assert 0 < bound < roofline_us
 
 
 def test_subbyte_dtypes_take_their_bits() -> None:

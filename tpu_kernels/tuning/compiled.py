@@ -226,7 +226,7 @@ class _Spared:
         floor = self._objective.lower_bound(Evidence(self._target.chip, models))
         if floor is None or floor <= self._best:
             return None
-        reason = f"cannot be better: takes at least {floor:.4g} cycles, the best {self._best:.4g}"
+        reason = f"cannot be better: takes at least {floor:.4g} µs, the best {self._best:.4g}"
         return TuneRow(candidate.config, "skipped", reason)
 
     def _limits(self, candidate: Candidate) -> tuple[int | None, ...]:
@@ -305,4 +305,8 @@ def _ok_row(candidate: Candidate, evidence: Evidence, objective: Objective) -> T
 
 def _figures(report: CompileReport) -> dict[str, Any]:
     names = ("vmem_bytes", "bundles", "spills", "code_bytes", "hbm_temp_bytes", "cached")
-    return {name: value for name in names if (value := getattr(report, name)) is not None}
+    figures = {name: value for name in names if (value := getattr(report, name)) is not None}
+    if report.estimate is not None:
+        figures["confidence"] = report.estimate.confidence
+        figures["bound"] = [kernel.bound for kernel in report.estimate.kernels]
+    return figures

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tpu_kernels.tuning.records import Record
 
-ABSENT = "(absent)"
+ABSENT: Final = "(absent)"
 # Another size is nearer than another source, and that nearer than another chip.
 _WEIGHTS = {"kernel": 1000.0, "target": 20.0, "source_hash": 10.0}
 
@@ -127,7 +127,5 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    if value is ABSENT:
-        return ABSENT
-    text = repr(value)
+    text = ABSENT if value is ABSENT else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

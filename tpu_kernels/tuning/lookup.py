@@ -103,9 +103,9 @@ class TunedConfigs:
                     return _choice(
                         record, "tuned", f"tuned for exactly this call{_measured(record)}"
                     )
-        for wanted in buckets:
-            for cache in caches if wanted is not None else ():
-                if (record := cache.get(wanted)) is not None:
+        for bucket in filter(None, buckets):
+            for cache in caches:
+                if (record := cache.get(bucket)) is not None:
                     reason = f"tuned for the same bucket {request.bucket!r}{_measured(record)}"
                     return _choice(record, "bucket", reason)
         return self._near(request, key) or self._shipped(request, key)

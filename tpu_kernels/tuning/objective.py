@@ -53,58 +53,57 @@ class Objective(Protocol):
 
 
 class Roofline:
-    """The larger of matrix and memory time plus a cost per grid step, from the grid and blocks
-    alone."""
+    """The larger of matrix and memory time plus a cost per step: grid and blocks alone."""
 
     name = "roofline"
-    unit = "cycles (roofline)"
+    unit = "µs (roofline)"
 
     def figure(self, evidence: Evidence) -> float | None:
-        """Sum the calls' cycles; None for a program without Pallas calls."""
+        """Sum the calls' times in µs; None for a program without Pallas calls."""
         if not evidence.models:
             return None
-        return sum(model.cycles(evidence.chip) for model in evidence.models)
+        cycles = sum(model.cycles(evidence.chip) for model in evidence.models)
+        return 1e6 * cycles / evidence.chip.clock_hz
 
     def lower_bound(self, evidence: Evidence) -> float | None:
         """The figure itself: it needs no report."""
         return self.figure(evidence)
 
 
-class BundleCount:
-    """Instruction bundles that the compiler emitted, times grid steps, at least the roofline.
+class CostModel:
+    """The estimated time in µs: the compiler's instructions, simulated with its memory traffic.
 
-    A bundle takes a cycle when nothing stalls; each call's bundles are taken to run once per grid
-    step. Code that runs less often (first and last steps, `pl.when`) is counted as if it ran
-    always, and inner loops as if they ran once, so figures of kernels with other loops are only
-    good for ranking.
+    Where the compiler's listing gives no estimate, the instruction bundles times the grid steps
+    stand in, at least the roofline: each call's bundles are taken to run once per step, a cycle
+    each.
     """
 
     name = "compiler"
-    unit = "cycles (bundles x steps)"
+    unit = "µs (estimated)"
 
     def figure(self, evidence: Evidence) -> float | None:
-        """Weigh the report's bundles by the calls' steps; without bundles, the code size does."""
-        floor = Roofline().figure(evidence)
+        """Take the report's estimate, or weigh its bundles by the calls' steps."""
         report = evidence.report
-        if report is None:
-            return floor
-        bundles = report.bundles
-        if bundles is None and report.code_bytes is not None:
-            bundles = report.code_bytes // _BYTES_PER_BUNDLE
-        if bundles is None:
+        if report is not None and report.estimate is not None and report.estimate.us is not None:
+            return report.estimate.us
+        floor = Roofline().figure(evidence)
+        if report is None or report.bundles is None:
             return floor
         if not evidence.models:
-            return float(bundles)
-        share = bundles / len(evidence.models)
-        counted = sum(share * model.steps * model.calls for model in evidence.models)
-        return max(counted, floor or 0.0)
+            return 1e6 * report.bundles / evidence.chip.clock_hz
+        share = report.bundles / len(evidence.models)
+        cycles = sum(share * model.steps * model.calls for model in evidence.models)
+        return max(1e6 * cycles / evidence.chip.clock_hz, floor or 0.0)
 
     def lower_bound(self, evidence: Evidence) -> float | None:
-        """The roofline."""
-        return Roofline().figure(evidence)
+        """Matrix and memory time at the chip's peaks, less a margin for the model's calibration."""
+        if not evidence.models:
+            return None
+        seconds = sum(model.floor_s(evidence.chip) for model in evidence.models)
+        return _MARGIN * 1e6 * seconds
 
 
-_BYTES_PER_BUNDLE = 64  # a VLIW instruction word of the TPU takes about this much of the code
+_MARGIN = 0.95
 
 
 def objective(name: str) -> Objective:
@@ -112,6 +111,6 @@ def objective(name: str) -> Objective:
 
     Example:
         >>> objective("cost-model").unit
-        'cycles (bundles x steps)'
+        'µs (estimated)'
     """
-    return Roofline() if name == "roofline" else BundleCount()
+    return Roofline() if name == "roofline" else CostModel()

@@ -91,6 +91,14 @@ class PallasModel:
         memory_s = self.hbm_bytes / chip.hbm_bytes_per_s
         return self.calls * (max(matrix_s, memory_s) * chip.clock_hz + self.steps * _STEP_CYCLES)
 
+    def floor_s(self, chip: Chip) -> float:
+        """Seconds that no schedule can beat: everything at the chip's peak, steps for nothing."""
+        peak = chip.peak_ops_per_s
+        matrix_s = sum(
+            flops / max(peak["bf16"], _peak(chip, dtype)) for dtype, flops in self.flops.items()
+        )
+        return self.calls * max(matrix_s, self.hbm_bytes / chip.hbm_bytes_per_s)
+
     def overflow(self, chip: Chip) -> str | None:
         """Say why the call cannot fit into a chip's VMEM, or None if it may.
 

@@ -38,7 +38,7 @@ class TuneRow:
         reason: One line for a failure, with the author's ``file:line`` where it is known.
         time_us: Measured time in µs, None if not measured.
         cost: The objective's figure, smaller is better, None if there is none.
-        cost_unit: What the figure counts, such as ``"cycles (bundles x steps)"``.
+        cost_unit: What the figure counts, such as ``"µs (estimated)"``.
         seconds: What trying this candidate took.
         same_as: Index of an earlier row with the identical program, whose outcome this row shares.
         figures: What else is known: VMEM bytes, bundles, spread and number of samples.
@@ -185,7 +185,7 @@ def _outcome(row: TuneRow) -> str:
         return row.reason
     if row.time_us is not None:
         return f"{row.time_us:.2f} µs"
-    return f"{row.cost:.4g} {row.cost_unit}" if row.cost is not None else ""
+    return f"{row.cost:.2f} {row.cost_unit}" if row.cost is not None else ""
 
 
 def config_text(config: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ def _at_least(value: Any, other: Any) -> bool:
     numbers = isinstance(value, int | float) and isinstance(other, int | float)
     if not numbers or isinstance(value, bool) or isinstance(other, bool):
         return bool(value == other)
-    return value >= other
+    return bool(value >= other)
 
 
 def dominated(config: Mapping[str, Any], failed: Sequence[Mapping[str, Any]]) -> Any:

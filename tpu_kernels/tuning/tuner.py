@@ -55,7 +55,7 @@ class Progress:
 
 def autotune(
     kernel: Kernel,
-    args: Sequence[Any],
+    args: Sequence[Any] | torch.Tensor,
     *,
     configs: Any = None,
     constraints: Any = None,
@@ -80,7 +80,8 @@ def autotune(
 
     Args:
         kernel: What `tpu_kernel` returned.
-        args: Its positional arguments: tensors of the shapes and dtypes to tune for.
+        args: Its positional arguments (or the only one): tensors of the shapes and dtypes to
+            tune for.
         configs: A dict of lists (all combinations), a list of dicts or `helion.Config`, or a
             function of the kernel's arguments that returns one; by default the kernel's own
             `configs`.

@@ -124,9 +124,9 @@ class WallSearch:
         ranked = sorted(rows, key=lambda index: rows[index].rank)
         finalists = [i for i in ranked if rows[i].rank <= _CLOSE * rows[ranked[0]].rank]
         finalists = finalists[:_FINALISTS]
-        if default in rows and default not in finalists:
-            finalists.append(default)
-        start = default if default in rows else finalists[0]
+        start = default if default is not None and default in rows else finalists[0]
+        if start not in finalists:
+            finalists.append(start)
         # Packed once: pickling a kernel costs more than a sample of it.
         jobs = {
             sent.candidate.index: self._job(child.sample, sent, 1)
