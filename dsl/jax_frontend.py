@@ -180,7 +180,7 @@ def check_options(spec: KernelSpec, where: str) -> None:
             hint="return an array, or name the written argument: mutates_args=('out',) and return {'out': new_out}",
         )
     _check_choice(spec, "int64", spec.int64, INT64_POLICIES, where)
-    _check_choice(spec, "backward", spec.backward, ("jax", "reference", None), where)
+    _check_choice(spec, "backward", spec.backward, ("jax", "recompute", "reference", None), where)
     _check_choice(spec, "vmap", spec.vmap, ("jax", None), where)
     if spec.backward == "reference" and spec.reference is None:
         raise SignatureError(f"kernel {spec.name!r}: backward='reference' needs reference=", where=where)

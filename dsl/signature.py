@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import math
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -238,4 +239,7 @@ def _literal_scalar(value: Any) -> str:
 
 
 def _show(annotation: Any) -> str:
-    return getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
+    """An annotation as the author wrote it."""
+    plain = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
+    text = str(annotation.__name__ if plain else annotation)
+    return text.replace("jax.jaxlib._jax.Array", "jax.Array").replace("jaxlib._jax.Array", "jax.Array")

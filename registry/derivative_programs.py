@@ -66,7 +66,7 @@ def forward_program(base: Definition) -> Program:
             flat = _flat(inner.layout.slots, tensors)
             outputs, vjp = _vjp(base, inner, engine, flat, dynamics, needs)
             leaves, _, positions = _residual_positions(vjp, flat)
-            return [*outputs, [leaves[i] for i in positions]]
+            return [*outputs[: len(base.returns)], [leaves[i] for i in positions]]
 
         return body
 

@@ -13,12 +13,12 @@ from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
 from tpu_kernels.errors import MissingBackwardError, TraceError
 from tpu_kernels.registry import derivative_programs as programs
 from tpu_kernels.registry.layout import Layout, join
-from tpu_kernels.registry.operator import Definition, Operator, tensor_parameter
+from tpu_kernels.registry.operator import Definition, Operator
 
 NEEDS = Parameter("tk_needs", Kind.STATIC, "bool[]", to_schema=list, from_schema=tuple)
-RESIDUALS = tensor_parameter("tk_residuals", Kind.LIST)
-GRADS = tensor_parameter("tk_grads", Kind.HOLEY_LIST)
-TANGENTS = tensor_parameter("tk_tangents", Kind.HOLEY_LIST)
+RESIDUALS = Parameter("tk_residuals", Kind.LIST, "Tensor[]")
+GRADS = Parameter("tk_grads", Kind.HOLEY_LIST, "Tensor?[]")
+TANGENTS = Parameter("tk_tangents", Kind.HOLEY_LIST, "Tensor?[]")
 
 
 class Derivatives:
@@ -152,7 +152,10 @@ def derived_operator(
     program: Callable[..., Any],
 ) -> Operator:
     """An operator with the parameters of another (all positional, none mutated) and some more."""
-    parameters = tuple(_plain(p) for p in base.definition.parameters) + tuple(extra)
+    own = tuple(_plain(p) for p in base.definition.parameters)
+    # A derivative of a derivative has these parameters twice.
+    order = sum(p.name.startswith("tk_") for p in own)
+    parameters = own + tuple(dataclasses.replace(p, name=f"{p.name}{order or ''}") for p in extra)
     arguments = ", ".join(f"{p.schema_type} {p.name}" for p in parameters)
     results = [r.value for r in returns]
     arrow = results[0] if len(results) == 1 else f"({', '.join(results)})"

@@ -8,7 +8,6 @@ given `Call`, a fake kernel derived from it, and one implementation by each back
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +113,8 @@ class Operator:
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""
         arguments = self.arguments(args, kwargs)
+        if not self.definition.returns:  # a kernel that only writes to its arguments
+            return None
         slots = self.shapes(arguments)
         device = device_of(arguments)
 
@@ -275,9 +276,3 @@ def _map_slot(fn: Callable[[Any], Any], slot: Any) -> Any:
     if slot is None:
         return None
     return [fn(s) for s in slot] if isinstance(slot, list) else fn(slot)
-
-
-@functools.cache
-def tensor_parameter(name: str, kind: Kind) -> Parameter:
-    """A plain tensor parameter of a derived operator."""
-    return Parameter(name, kind, kind.value)

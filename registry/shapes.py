@@ -9,6 +9,7 @@ since JAX's own one would specialise the sizes.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from tpu_kernels.registry.tracing import explained
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.operator import Operator
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class ShapeRule:
         self.operator = operator
         self.cache: dict[Any, list[Any]] = {}
         self.lock = threading.RLock()
+        self._told: set[Any] = set()
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """One entry per slot: `Meta`, None, or a list of `Meta`.
@@ -107,16 +111,24 @@ class ShapeRule:
             return None  # the caller re-raises the error of the concrete trace, which is the helpful one
 
     def _symbolic(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        definition = self.operator.definition
         try:
             return self._polymorphic(layout, [Meta(tuple(t.shape), t.dtype) for t in tensors])
-        except Exception as error:
-            raise TraceError(
-                f"kernel {definition.kernel!r}: JAX cannot derive the output shape for symbolic sizes "
-                f"({', '.join(str(tuple(t.shape)) for t in tensors)}): {str(error).splitlines()[0]}",
-                where=definition.where,
-                hint="give the shape yourself with @kernel.register_fake, or mark the size static",
-            ) from error
+        except Exception as error:  # whatever the author's code or JAX raises for sizes that are no numbers
+            definition = self.operator.definition
+            symbols = {s for t in tensors for size in t.shape if (s := _compat_torch.symbol_of(size)) is not None}
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if (layout, reason) not in self._told:
+                self._told.add((layout, reason))
+                _log.warning(
+                    "kernel %r (%s): the output shape cannot be derived for symbolic sizes %s, so that each size is "
+                    "compiled anew; @kernel.register_fake can give it. JAX said: %s",
+                    definition.kernel,
+                    definition.where,
+                    ", ".join(sorted(symbols)),
+                    reason,
+                )
+        # int() makes torch guard on (export: refuse) these sizes.
+        return self.concrete(layout, [Meta(tuple(int(size) for size in t.shape), t.dtype) for t in tensors])
 
     def _polymorphic(self, layout: Layout, metas: Sequence[Meta], *, zero_is_symbol: bool = False) -> list[Any]:
         from jax import export

@@ -26,7 +26,8 @@ class KernelError(Exception):
     def __init__(self, problem: str, *, where: str | None = None, hint: str | None = None) -> None:
         first, _, rest = problem.partition("\n")
         if len(first) > FIRST_LINE_LIMIT:
-            first, rest = first[: FIRST_LINE_LIMIT - 1] + "…", "\n".join(filter(None, (problem, rest)))
+            rest = "\n".join(filter(None, ("… " + first[FIRST_LINE_LIMIT - 1 :], rest)))
+            first = first[: FIRST_LINE_LIMIT - 1] + "…"
         lines = [first]
         if where:
             lines.append(f"  at {where}")

@@ -1,0 +1,192 @@
+"""From Python signatures to operator schemas, and the messages for what cannot become one."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, Optional
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tpu_kernels.dsl.jax_frontend import Options, from_function
+from tpu_kernels.errors import SignatureError
+
+
+def schema(fn: Any, **options: Any) -> str:
+    return from_function(fn, "t::f", Options(**options)).schema
+
+
+class Activation(enum.Enum):
+    RELU = 1
+    GELU = 2
+
+
+def test_tensors_optionals_and_lists() -> None:
+    def f(
+        x: jax.Array,
+        w: torch.Tensor,
+        b: jax.Array | None,
+        xs: list[jax.Array],
+        pair: tuple[jax.Array, jax.Array],
+        holes: Sequence[Optional[jax.Array]],  # noqa: UP045 (users write both)
+        more: list[jax.Array] | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]: ...
+
+    assert schema(f) == (
+        "f(Tensor x, Tensor w, Tensor? b, Tensor[] xs, Tensor[] pair, Tensor?[] holes, Tensor[]? more=None)"
+        " -> (Tensor, Tensor?, Tensor[])"
+    )
+
+
+def test_static_values_of_every_kind() -> None:
+    def f(
+        x: jax.Array,
+        n: int,
+        block: tuple[int, int] = (8, 128),
+        pads: tuple[int, ...] = (),
+        act: Activation = Activation.RELU,
+        mode: Literal["a", "b"] = "a",
+        dtype: jnp.dtype = jnp.float32,
+        torch_dtype: torch.dtype = torch.bfloat16,
+        limit: float = float("inf"),
+        names: tuple[str, ...] = ("q",),
+        maybe: int | None = None,
+        *,
+        flag: bool = False,
+    ) -> jax.Array: ...
+
+    assert schema(f) == (
+        'f(Tensor x, int n, int[2] block=[8, 128], int[] pads=[], str act="RELU", str mode="a", '
+        "ScalarType dtype=float32, ScalarType torch_dtype=bfloat16, float? limit=None, str[]? names=None, "
+        "int? maybe=None, *, bool flag=False) -> Tensor"
+    )
+
+
+def test_values_cross_the_schema_and_come_back_as_annotated() -> None:
+    def f(x: jax.Array, act: Activation, block: tuple[int, int], dtype: jnp.dtype, s: float = float("nan")) -> jax.Array: ...
+
+    spec = from_function(f, "t::f", Options())
+    act, block, dtype, s = (spec.parameter(n) for n in ("act", "block", "dtype", "s"))
+    assert act.for_kernel(act.to_schema(Activation.GELU)) is Activation.GELU
+    assert block.for_kernel([1, 2]) == (1, 2)
+    assert dtype.for_kernel(dtype.to_schema(jnp.bfloat16)) == np.dtype(jnp.bfloat16)
+    assert np.isnan(s.for_kernel(None))
+
+
+def test_tunables_are_optional_in_the_schema() -> None:
+    def f(x: jax.Array, *, block_m: int = 128, block_n: int) -> jax.Array: ...
+
+    assert schema(f, configs={"block_m": [1], "block_n": [2]}) == (
+        "f(Tensor x, *, int? block_m=None, int? block_n=None) -> Tensor"
+    )
+
+
+def test_dynamic_scalars_are_symbolic_in_the_schema() -> None:
+    def f(x: jax.Array, n: int, s: float, flag: bool) -> jax.Array: ...
+
+    assert schema(f, dynamic_args=("n", "s")) == "f(Tensor x, SymInt n, float s, bool flag) -> Tensor"
+
+
+def test_mutated_arguments_are_annotated() -> None:
+    def f(cache: jax.Array, new: jax.Array): ...
+
+    assert schema(f, mutates_args=("cache",)) == "f(Tensor(a!) cache, Tensor new) -> ()"
+
+
+def test_nested_results_are_flat_in_the_schema_and_nest_again() -> None:
+    def f(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, list[jax.Array]]]: ...
+
+    spec = from_function(f, "t::f", Options())
+    assert spec.schema.endswith("-> (Tensor, Tensor, Tensor[])")
+    assert spec.returns.flatten((1, (2, [3]))) == [1, 2, [3]]
+    assert spec.returns.unflatten([1, 2, [3]]) == (1, (2, [3]))
+    with pytest.raises(ValueError, match=r"result\[1\] should be a tuple of 2 values"):
+        spec.returns.flatten((1, 2))
+
+
+def test_partial_and_jit_wrapped_functions() -> None:
+    def f(x: jax.Array, y: jax.Array, alpha: float) -> jax.Array: ...
+
+    assert schema(functools.partial(f, alpha=2.0)) == "f(Tensor x, Tensor y, *, float alpha=2.0) -> Tensor"
+    assert schema(jax.jit(f, static_argnums=2)) == "f(Tensor x, Tensor y, float alpha) -> Tensor"
+
+
+def test_interpret_is_not_part_of_the_operator() -> None:
+    def f(x: jax.Array, interpret: object = True) -> jax.Array: ...
+
+    assert schema(f) == "f(Tensor x) -> Tensor"
+
+
+def no_annotation(x) -> jax.Array: ...  # type: ignore[no-untyped-def]
+
+
+def dict_annotation(x: dict[str, jax.Array]) -> jax.Array: ...
+
+
+def no_result(x: jax.Array): ...  # type: ignore[no-untyped-def]
+
+
+def number_result(x: jax.Array) -> int: ...
+
+
+def returns_none(x: jax.Array, out: jax.Array) -> None: ...
+
+
+def variadic(*xs: jax.Array) -> jax.Array: ...
+
+
+def mixed_default(x: jax.Array, mode: Literal["a", "b"] = "c") -> jax.Array: ...  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (no_annotation, ["'x' has no type annotation", "x: jax.Array"]),
+        (dict_annotation, ["'x' is annotated dict[str, jax.Array]", "supported:"]),
+        (no_result, ["the result has no type annotation", "-> jax.Array"]),
+        (number_result, ["return annotation int is not made of tensors"]),
+        (returns_none, ["returns nothing and mutates nothing", "mutates_args"]),
+        (variadic, ["'*xs", "variadic", "list[jax.Array]"]),
+        (mixed_default, ["default of 'mode'", "'a', 'b'"]),
+    ],
+)
+def test_messages_name_kernel_parameter_place_and_remedy(fn: Any, words: list[str]) -> None:
+    with pytest.raises(SignatureError) as error:
+        schema(fn)
+    text = str(error.value)
+    for word in ["t::f", f"{__file__}:{fn.__code__.co_firstlineno}", *words]:
+        assert word in text
+    assert len(text.splitlines()[0]) <= 200
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mutates_args": ("z",)}, ["mutates_args", "'z'", "tensor parameters: x"]),
+        ({"dynamic_args": ("q",)}, ["dynamic_args", "'q'", "x, n"]),
+        ({"dynamic_args": ("x",), "configs": {"q": [1]}}, ["configs", "'q'"]),
+        ({"int64": "wide"}, ["int64='wide'", "'narrow_checked'"]),
+        ({"backward": "magic"}, ["backward='magic'"]),
+        ({"backward": "reference"}, ["needs reference="]),
+    ],
+)
+def test_options_that_contradict_the_signature(options: dict[str, Any], words: list[str]) -> None:
+    def f(x: jax.Array, n: int = 1) -> jax.Array: ...
+
+    with pytest.raises(SignatureError) as error:
+        schema(f, **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["_private::f", "a::_f", "a::b::c", "a b::c", "1::x"])
+def test_names_that_torch_would_refuse_or_reserve(name: str) -> None:
+    def f(x: jax.Array) -> jax.Array: ...
+
+    with pytest.raises(SignatureError, match="not a valid operator name"):
+        from_function(f, name, Options())

@@ -1,0 +1,222 @@
+"""Gradients, tangents and batching of kernels, against torch's own operators and numerical derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax.experimental import pallas as pl
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import tpu_kernels as tk
+
+DEVICES = ["cpu", "tpu"]
+
+
+@tk.tpu_kernel("derivatives::wave", int64="exact")
+def wave(x: jax.Array, y: jax.Array, power: int = 2) -> jax.Array:
+    return jnp.sin(x) * y**power
+
+
+@tk.tpu_kernel("derivatives::wave_again", int64="exact", backward="recompute")
+def wave_again(x: jax.Array, y: jax.Array, power: int = 2) -> jax.Array:
+    return jnp.sin(x) * y**power
+
+
+def torch_wave(x: torch.Tensor, y: torch.Tensor, power: int = 2) -> torch.Tensor:
+    return torch.sin(x) * y**power
+
+
+@pytest.mark.parametrize("kernel", [wave, wave_again])
+def test_first_and_second_derivatives_are_numerically_right(kernel: Any) -> None:
+    x, y = (torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gradcheck(kernel, (x, y, 3))
+    assert gradgradcheck(kernel, (x, y, 3))
+    assert gradcheck(kernel, (x, y, 3), check_forward_ad=True, check_backward_ad=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_equal_torchs(device: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(wave, backend="aot_eager", fullgraph=True) if compiled else wave
+    grads = []
+    for function in (call, torch_wave):
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(4, 5, generator=generator).to(device).requires_grad_() for _ in range(2))
+        function(x, y).square().sum().backward()
+        grads.append((x.grad, y.grad))
+    torch.testing.assert_close(grads[0], grads[1])
+    assert grads[0][0].device.type == device
+
+
+def test_transforms_of_torch_func() -> None:
+    x, y = torch.randn(3), torch.randn(3)
+
+    def loss(function: Any) -> Any:
+        return lambda a: (function(a, y) ** 2).sum()
+
+    close = torch.testing.assert_close
+    close(torch.func.grad(loss(wave))(x), torch.func.grad(loss(torch_wave))(x))
+    close(torch.func.hessian(loss(wave))(x), torch.func.hessian(loss(torch_wave))(x))
+    tangent = torch.randn(3)
+    close(
+        torch.func.jvp(lambda a: wave(a, y), (x,), (tangent,)),
+        torch.func.jvp(lambda a: torch_wave(a, y), (x,), (tangent,)),
+    )
+    batch = torch.randn(4, 3)
+    close(
+        torch.func.vmap(torch.func.grad(loss(wave)))(batch), torch.func.vmap(torch.func.grad(loss(torch_wave)))(batch)
+    )
+
+
+def test_vmap_is_one_launch_whatever_the_dims() -> None:
+    x, y = torch.randn(4, 3), torch.randn(3)
+    launches = wave.stats().launches
+    result = torch.vmap(wave, in_dims=(0, None))(x, y)
+    assert wave.stats().launches - launches == 1
+    torch.testing.assert_close(result, torch_wave(x, y))
+    torch.testing.assert_close(
+        torch.vmap(wave, in_dims=(1, None), out_dims=1)(x.t(), y), torch_wave(x, y).t()
+    )
+    nested = torch.vmap(torch.vmap(wave, in_dims=(0, None)), in_dims=(0, None))(x.expand(2, 4, 3), y)
+    torch.testing.assert_close(nested, torch_wave(x, y).expand(2, 4, 3))
+
+
+def test_vmap_of_lists_and_optionals() -> None:
+    @tk.tpu_kernel("derivatives::joined")
+    def joined(xs: list[jax.Array], b: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
+        total = jnp.concatenate(xs)
+        return (total if b is None else total + b), [x * 2 for x in xs]
+
+    a, b = torch.randn(5, 2), torch.randn(5, 3)
+    total, doubled = torch.vmap(lambda u, v: joined([u, v]))(a, b)
+    torch.testing.assert_close(total, torch.cat([a, b], 1))
+    torch.testing.assert_close(doubled[1], 2 * b)
+    leaf = a.clone().requires_grad_()
+    joined([leaf, a])[1][0].sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.full_like(a, 2.0))
+
+
+def test_checkpoint_recomputes_to_the_same_gradient() -> None:
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+    checkpoint(lambda a: wave(a, y).sum(), x, use_reentrant=False).backward()
+    expected = torch.cos(x.detach()) * y**2
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_integers_unused_outputs_and_inputs_without_gradient() -> None:
+    @tk.tpu_kernel("derivatives::gather")
+    def gather(x: jax.Array, w: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return x[index] * 2, x * w, index + 1
+
+    index = torch.tensor([0, 2], dtype=torch.int32)
+    x, w = torch.arange(3.0, requires_grad=True), torch.full((3,), 5.0)
+    picked, _, shifted = gather(x, w, index)
+    assert not shifted.requires_grad
+    picked.sum().backward()
+    assert x.grad.tolist() == [2.0, 0.0, 2.0]
+    assert w.grad is None
+
+
+def pallas_square(x: jax.Array) -> jax.Array:
+    def body(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[...] * x_ref[...]
+
+    return pl.pallas_call(body, grid=(1,), out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.parametrize("backward", ["jax", None])
+def test_a_kernel_without_backward_says_so_at_backward(backward: str | None) -> None:
+    kernel = tk.tpu_kernel(f"derivatives::square_{backward}", backward=backward)(pallas_square)
+    x = torch.ones(8, 128, requires_grad=True)
+    result = kernel(x)
+    assert result.requires_grad
+    with pytest.raises(tk.MissingBackwardError, match=f"derivatives::square_{backward}") as error:
+        result.sum().backward()
+    assert "@kernel.backward" in str(error.value)
+
+
+def test_backward_by_the_reference_and_by_hand() -> None:
+    by_reference = tk.tpu_kernel("derivatives::square_ref", backward="reference", reference=lambda x: x * x)(
+        pallas_square
+    )
+    by_hand = tk.tpu_kernel("derivatives::square_hand")(pallas_square)
+    seen: dict[str, Any] = {}
+
+    @by_hand.backward
+    def backward(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor, needs_input_grad: Any) -> dict[str, Any]:
+        seen.update(out=out, needs=needs_input_grad)
+        return {"x": 2 * x * grad}
+
+    for kernel in (by_reference, by_hand):
+        x = torch.randn(8, 128, requires_grad=True)
+        kernel(x).sum().backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert seen["needs"] == {"x": True}
+    torch.testing.assert_close(seen["out"], x.detach() ** 2)
+    x = torch.randn(8, 128, requires_grad=True)
+    (grad,) = torch.autograd.grad(by_hand(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(grad.sum(), x)[0], torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "words"),
+    [
+        (lambda x: {"x": x[:1]}, r"'x' has shape \(1,\), expected \(3,\)"),
+        (lambda x: {"x": x.double()}, "'x' is torch.float64, expected torch.float32"),
+        (lambda x: {"z": x}, "'z', which is no tensor input"),
+        (lambda x: [x], "must return a dict"),
+    ],
+)
+def test_wrong_gradients_of_a_users_backward_are_errors(gradient: Any, words: str) -> None:
+    @tk.tpu_kernel("derivatives::doubled")
+    def doubled(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    doubled.backward(lambda grad, x: gradient(grad))
+    with pytest.raises(tk.GradientError, match=words):
+        doubled(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def test_a_backward_that_asks_for_an_unknown_input_is_refused_at_once() -> None:
+    with pytest.raises(tk.GradientError, match="'nothing', which is not an input"):
+        wave.backward(lambda grad, nothing: {})
+
+
+def test_custom_vjp_is_honoured() -> None:
+    @jax.custom_vjp
+    def clipped(x: jax.Array) -> jax.Array:
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda residual, g: (jnp.clip(g, -1, 1),))
+
+    @tk.tpu_kernel("derivatives::clipped")
+    def kernel(x: jax.Array) -> jax.Array:
+        return clipped(x)
+
+    x = torch.ones(2, requires_grad=True)
+    (kernel(x) * torch.tensor([5.0, 0.5])).sum().backward()
+    assert x.grad.tolist() == [1.0, 0.5]
+
+
+def test_context_style_backward_as_in_torch_library() -> None:
+    @tk.tpu_kernel("derivatives::cubed")
+    def cubed(x: jax.Array) -> jax.Array:
+        return x**3
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+    cubed.register_autograd(backward, setup_context=setup)
+    x = torch.full((2,), 2.0, requires_grad=True)
+    cubed(x).sum().backward()
+    assert x.grad.tolist() == [12.0, 12.0]
