@@ -240,3 +240,23 @@ def contract_two(x):
         o[...] = jnp.einsum("abc,dbc->ad", a[...], a[...])  # contract_two
 
     return whole(body, (4, 4), x.dtype)(x)
+
+
+def selected_rows(indices, x):
+    """Each grid step copies the block that a prefetched index names; an index of -1 is skipped."""
+
+    def body(s, a, o):
+        @pl.when(s[pl.program_id(0)] >= 0)
+        def _():
+            o[...] = a[...] * 2
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(indices.shape[0],),
+            in_specs=[pl.BlockSpec((8, 128), lambda i, s: (jnp.maximum(s[i], 0), 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i, s: (i, 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((indices.shape[0] * 8, 128), x.dtype),
+    )(indices, x)
