@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.decorator import tpu_kernel
     from tpu_kernels.registry.kernel import Kernel
     from tpu_kernels.registry.overrides import override, overrides
-    from tpu_kernels.tuning import TuningCache, autotune, select
+    from tpu_kernels.tuning import TuningCache, autotune, cache_key, select
     from tpu_kernels.verify.compiling import compile
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ _WHERE = {
     "Kernel": "tpu_kernels.registry.kernel",
     "TuningCache": "tpu_kernels.tuning",
     "autotune": "tpu_kernels.tuning",
+    "cache_key": "tpu_kernels.tuning",
     "compile": "tpu_kernels.verify.compiling",
     "override": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
@@ -75,6 +76,7 @@ __all__ = [
     "TuningError",
     "UnsupportedOnTarget",
     "autotune",
+    "cache_key",
     "compile",
     "override",
     "overrides",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpu_kernels.tuning.cache import TuningCache
+    from tpu_kernels.tuning.lookup import cache_key
     from tpu_kernels.tuning.report import TuneReport, TuneRow
     from tpu_kernels.tuning.selection import Selection, select
     from tpu_kernels.tuning.tuner import Progress, TuningFallback, autotune
@@ -19,6 +20,7 @@ _WHERE = {
     "TuningFallback": "tuner",
     "Selection": "selection",
     "autotune": "tuner",
+    "cache_key": "lookup",
     "select": "selection",
 }
 
@@ -30,6 +32,7 @@ __all__ = [
     "TuningCache",
     "TuningFallback",
     "autotune",
+    "cache_key",
     "select",
 ]
 

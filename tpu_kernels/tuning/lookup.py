@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from tpu_kernels.compiler.versions import jax_version, libtpu_version
+from tpu_kernels.config import settings
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.config_table import ConfigChoice, ConfigRequest
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.nearest import Neighbour, nearest
-from tpu_kernels.tuning.records import Record, canonical, encode, frozen
+from tpu_kernels.tuning.records import Record, canonical, digest, encode, frozen
 from tpu_kernels.tuning.tables import table
+
+if TYPE_CHECKING:
+    from tpu_kernels.registry.kernel import Kernel
 
 CPU = "cpu"
 """Target of records that were timed on this machine's CPU; they say nothing about a TPU."""
@@ -55,6 +60,42 @@ def bucket_key(request: ConfigRequest, target: str | None = None) -> dict[str, A
     key = exact_key(request, target)
     key["dtypes"] = [dtype for _, dtype in key.pop("arrays")]
     return key | {"bucket": encode(request.bucket, where="bucket")}
+
+
+def cache_key(kernel: Kernel, args: Sequence[Any] | None = None, **kwargs: Any) -> str:
+    """Return the identity of a kernel, or of one of its calls, for caches of one's own.
+
+    It changes with the code (helpers, globals and closures that the kernel reads included), the
+    versions of JAX and of the compiler and, with arguments, with shapes, dtypes, static values and
+    the simulated chip. Comments and moved lines do not count.
+
+    Args:
+        kernel: What `tpu_kernel` returned.
+        args: Positional arguments of a call.
+        **kwargs: Arguments by name.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Example:
+        >>> import jax, torch
+        >>> import tpu_kernels as tk
+        >>> @tk.tpu_kernel("doc::keyed")
+        ... def keyed(x: jax.Array) -> jax.Array:
+        ...     return x + 1
+        >>> cache_key(keyed, [torch.ones(2)]) == cache_key(keyed, [torch.zeros(2)])
+        True
+        >>> cache_key(keyed, [torch.ones(2)]) == cache_key(keyed, [torch.ones(3)])
+        False
+    """
+    key: dict[str, Any] = {"kernel": kernel.name, "source_hash": kernel.spec.source.digest}
+    if args is not None or kwargs:
+        bound = kernel.bind(*(args or ()), **kwargs)
+        key |= exact_key(bound.request(settings().sim_chip))
+        # What a caller fixes is part of the call, though a tuned config may fill it in.
+        key["static"] = encode(bound.static, where="static")
+    versions = {"jax": jax_version(), "libtpu": libtpu_version()}
+    return digest(encode(key | {"versions": versions}))
 
 
 class TunedConfigs:
