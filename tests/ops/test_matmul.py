@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
@@ -54,13 +54,13 @@ def assert_product(
     in any order, is off by at most K eps32 times the sum of their absolute values (Higham, Accuracy
     and Stability, 3.1), and rounding to the output's dtype adds half an eps of that. Split operands
     ("high", and float16) lose the low x low product and what two bfloat16 do not hold, together
-    less than 3 x 2^-18 of each product, and have three times the additions.
+    less than 3 x 2^-16 of each product, and have three times the additions.
     """
     left = x.double().mT if flags[0] else x.double()
     right = y.double().mT if flags[1] else y.double()
     exact, magnitude = left @ right, left.abs() @ right.abs()
     terms = left.shape[-1] * (3 if split else 1)
-    relative = terms * torch.finfo(torch.float32).eps + (3 * 2**-18 if split else 0)
+    relative = terms * torch.finfo(torch.float32).eps + (3 * 2**-16 if split else 0)
     bound = relative * magnitude + torch.finfo(out.dtype).eps * exact.abs() / 2
     # Half an eps does not hold below the smallest normal number, where float16 has fewer bits.
     bound += torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
@@ -72,7 +72,8 @@ sizes = st.integers(1, 40) | st.integers(100, 300)
 blocks = st.sampled_from([None, 128, 256])
 
 
-@settings(max_examples=12, deadline=None)
+# An example costs two compilations, so no shrinking: the first failure is small enough to read.
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     shape=st.tuples(sizes, sizes, sizes),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),

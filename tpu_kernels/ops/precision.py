@@ -79,7 +79,7 @@ def _pass(
 
 
 def _three_passes(x: jax.Array, y: jax.Array, contract: Contraction) -> jax.Array:
-    """bf16_3x: two bfloat16 halves per operand; low x low is left out, 2^-18 of the product."""
+    """bf16_3x: two bfloat16 halves per operand; low x low is left out, 2^-16 of the product."""
     (x_high, x_low), (y_high, y_low) = _split(x), _split(y)
     one = jax.lax.Precision.DEFAULT
     low = _pass(x_low, y_high, contract, one) + _pass(x_high, y_low, contract, one)

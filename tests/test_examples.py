@@ -1,0 +1,62 @@
+"""The examples run to their end and say what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# The examples, on a machine without the compiler: its distribution cannot be found.
+WITHOUT_COMPILER = """
+import runpy, sys
+from importlib import metadata
+
+version = metadata.version
+
+def all_but_libtpu(name):
+    if name == "libtpu":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+metadata.version = all_but_libtpu
+sys.path.insert(0, {folder!r})
+sys.argv = ["quickstart.py", "--quick"]
+runpy.run_path({folder!r} + "/quickstart.py", run_name="__main__")
+"""
+
+
+def run(*arguments: str) -> str:
+    """What a Python process prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.libtpu
+def test_the_quickstart_tunes_trains_and_compiles() -> None:
+    printed = run(str(EXAMPLES / "quickstart.py"), "--quick")
+    assert "2 of 2 configs work" in printed
+    assert "(tuned)" in printed
+    assert "The losses agree" in printed
+    for target in ("v5e", "v6e", "tpu7x"):
+        (row,) = (line for line in printed.splitlines() if line.startswith(f"│ {target}"))
+        assert "ok" in row
+
+
+def test_the_quickstart_does_what_it_can_without_the_compiler() -> None:
+    printed = run("-c", WITHOUT_COMPILER.format(folder=str(EXAMPLES)))
+    assert "No TPU compiler here" in printed
+    assert "pip install" in printed
+    assert "The losses agree" in printed
