@@ -73,6 +73,7 @@ def test_ctrl_c_in_the_middle_of_operators_leaves_a_usable_process() -> None:
         weight = torch.ones(16, 16, device="tpu", requires_grad=True)
 
         def work():
+            torch.set_grad_enabled(True)  # an interrupted no_grad() leaves it off, on any device
             y = (weight @ weight.t()).relu()[1:].add(1).mul_(1)
             y.sum().backward()
             copy.deepcopy(y.detach()).resize_(600)

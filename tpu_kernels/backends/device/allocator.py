@@ -33,7 +33,12 @@ def register() -> None:
     # which ends in an error message, where no allocator at all would end in a crash.
     _set_allocator(_cpu_allocator())
     cpu_allocator, table = _inspect()
-    rehearse(lambda: (_register(cpu_allocator, table), _problem())[1], "the device's allocator")
+
+    def attempt() -> str | None:
+        _register(cpu_allocator, table)
+        return _problem()
+
+    rehearse(attempt, "the device's allocator")
     _register(cpu_allocator, table)
 
 
@@ -77,7 +82,7 @@ def _problem() -> str | None:
     storage = torch.UntypedStorage(64, device="tpu")
     if str(storage.device) != "tpu:0" or storage.nbytes() != 64 or storage.data_ptr() % 64:
         return f"a storage came out as {storage.nbytes()} bytes on {storage.device}"
-    storage.fill_(7)
+    storage.fill_(7)  # type: ignore[attr-defined]
     if storage.cpu().tolist() != [7] * 64:
         return "a storage does not hold what was written into it"
     copy = storage.clone()

@@ -36,7 +36,12 @@ def register() -> None:
         DeviceError: If torch's hooks are laid out differently, or the rehearsal failed.
     """
     hooks, table = _inspect()
-    rehearse(lambda: (_register(hooks, table), _problem())[1], "the device's hooks")
+
+    def attempt() -> str | None:
+        _register(hooks, table)
+        return _problem()
+
+    rehearse(attempt, "the device's hooks")
     _register(hooks, table)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,11 +24,13 @@ _set_storage_at = redispatcher(aten.set_.source_Storage_storage_offset)
 _set_whole_storage = redispatcher(aten.set_.source_Storage)
 _set_tensor = redispatcher(aten.set_.source_Tensor)
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
 MANUAL: dict[str, Callable[..., Any]] = {}
 
 
-def _implements(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+def _implements(*names: str) -> Callable[[Kernel], Kernel]:
+    def register(function: Kernel) -> Kernel:
         MANUAL.update(dict.fromkeys(names, function))
         return function
 
@@ -116,7 +118,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
     _refuse_layout(layout)
-    copied = aten._to_copy.default(
+    copied: torch.Tensor = aten._to_copy.default(
         to_cpu(self), dtype=dtype, device=_CPU, memory_format=memory_format
     )
     if device is None or device.type == "tpu":
