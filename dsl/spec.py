@@ -27,18 +27,10 @@ class Kind(enum.Enum):
     DYNAMIC = "dynamic"  # a number that enters the program as a 0-d array: one program for all values
     INTERPRET = "interpret"  # filled in by the toolkit; not part of the operator
 
-    @property
-    def is_tensor(self) -> bool:
-        """Whether values of this kind hold tensors."""
-        return self in _TENSOR_KINDS
-
-    @property
-    def is_list(self) -> bool:
-        """Whether values of this kind are lists of tensors."""
-        return self in (Kind.LIST, Kind.HOLEY_LIST, Kind.OPTIONAL_LIST)
-
-
-_TENSOR_KINDS = frozenset({Kind.TENSOR, Kind.OPTIONAL, Kind.LIST, Kind.HOLEY_LIST, Kind.OPTIONAL_LIST})
+    def __init__(self, schema_type: str) -> None:
+        # Plain attributes, not properties: they are asked for on every differentiated call.
+        self.is_tensor = schema_type.startswith("Tensor")
+        self.is_list = "[]" in schema_type
 
 
 @dataclasses.dataclass(frozen=True)

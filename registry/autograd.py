@@ -22,7 +22,7 @@ from tpu_kernels.dsl.spec import KernelSpec, Kind
 from tpu_kernels.errors import MissingBackwardError
 from tpu_kernels.registry import custom_backward
 from tpu_kernels.registry.derivatives import Derivatives
-from tpu_kernels.registry.layout import Layout, join, split
+from tpu_kernels.registry.layout import ONE, Layout, join, split
 from tpu_kernels.registry.operator import Operator, results_of, signature_source
 
 
@@ -118,6 +118,10 @@ class Autograd:
         self.rule: Rule = JaxRule(self.derivatives) if policy in ("jax", "recompute") else NoRule()
         if policy == "reference" and spec is not None:
             self.rule = custom_backward.ReferenceRule(spec)
+        parameters = operator.definition.parameters
+        self._plain: Layout | None = None
+        if all(p.kind is Kind.TENSOR and not p.keyword_only for p in parameters):
+            self._plain = Layout((ONE,) * len(parameters), ())
         function = operator_function()
         operator.library.impl(operator.opname, self._kernel(function), "Autograd", with_keyset=True)
 
@@ -164,8 +168,12 @@ def kernel(_keyset, {signature}):
         return env["kernel"]  # type: ignore[no-any-return]
 
     def _differentiate(self, function: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        arguments = self.operator.arguments(args, kwargs)
-        layout, tensors, dynamics = split(self.operator.definition.parameters, arguments)
+        tensors: Sequence[Any]
+        if self._plain is not None:  # nothing but tensors: the common case
+            layout, tensors, dynamics = self._plain, args, []
+        else:
+            arguments = self.operator.arguments(args, kwargs)
+            layout, tensors, dynamics = split(self.operator.definition.parameters, arguments)
         run = Run(self, layout, dynamics)
         flat = _compat_torch.apply_single_level(function, run, *tensors)
         return run.nest_results(flat if isinstance(flat, tuple) else (flat,))

@@ -45,7 +45,7 @@ class Derivatives:
 
     def _refusal(self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> Exception | None:
         # Whether a program has a derivative does not depend on sizes; dtypes and static values may decide it.
-        key = (layout, tuple(t.dtype for t in inputs), tuple(needs))
+        key = (layout, tuple([t.dtype for t in inputs]), tuple(needs))
         if key not in self._refusals:
             try:
                 self._operator("fwd").shapes([*self._arguments(layout, inputs), list(needs)])
@@ -111,6 +111,8 @@ class Derivatives:
     def _call(
         self, operator: Operator, layout: Layout, inputs: Sequence[Any], dynamics: Sequence[Any], *more: Any
     ) -> Any:
+        if layout.only_tensors:  # nothing but tensors: the common case
+            return operator.op(*inputs, *more)
         return operator.op(*join(self.operator.definition.parameters, layout, inputs, dynamics), *more)
 
     def _operator(self, which: str) -> Operator:

@@ -26,20 +26,25 @@ class Layout:
         slots: For each tensor parameter in schema order: 1, None, or a tuple of 1 and None for a list.
         values: For each other parameter in schema order: its value as the dispatcher passed it; None for a
             dynamic scalar, whose value is not part of any key.
+        only_tensors: Whether the flat tuple already is the arguments.
     """
 
     slots: tuple[Any, ...]
     values: tuple[Any, ...]
+    only_tensors: bool = dataclasses.field(init=False, compare=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        key = (self.slots, tuple(map(freeze, self.values)))
+        # Layouts are keys on the differentiated call path; a frozen dataclass sets attributes this way only.
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
+        object.__setattr__(self, "only_tensors", not self.values and all(slot == ONE for slot in self.slots))
 
     def __hash__(self) -> int:
-        return hash((self.slots, tuple(map(freeze, self.values))))
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Layout)
-            and self.slots == other.slots
-            and tuple(map(freeze, self.values)) == tuple(map(freeze, other.values))
-        )
+        return self is other or (isinstance(other, Layout) and self._key == other._key)  # type: ignore[attr-defined]
 
     @property
     def count(self) -> int:
