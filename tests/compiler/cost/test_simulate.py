@@ -109,26 +109,30 @@ def test_prefetched_indices_decide_what_is_copied_and_computed(indices: list[int
 
 # --- Loops written by hand ---
 
+# An iteration starts one small copy and waits for that of the iteration before; where the inner
+# index wraps it does the same with a large one. HBM moves one granule per cycle.
 LOOP = """
    0   :  {{ %s1_s1 = smov.u32 0 ;; %s2_s2 = smov.u32 0 ;; %s3_s3 = smov.u32 0 }} /* Start region 1 */
- 0x1 LB: > {{ %s10_s1 = sphi %s1_s1, %s20_s1 ;; %s11_s2 = sphi %s2_s2, %s21_s2 ;; %s12_s3 = sphi %s3_s3, %s22_s3 }} /* Start region 2 */
- 0x2   : > {{ %s13_s4 = sadd.s32 1, %s11_s2 }}
- 0x3   : > {{ %p1_p1 = scmp.ge.s32.totalorder %s13_s4, {inner} }}
- 0x4   : > {{ %s21_s2 = scalar_select /*predicate=*/%p1_p1, 0, %s13_s4 ;; %s14_s5 = sadd.s32 1, %s12_s3 }}
- 0x5   : > {{ %s22_s3 = scalar_select %p1_p1, %s14_s5, %s12_s3 ;; %s15_s6 = sand.u32 1, %s12_s3 }}
- 0x6   : > {{ %7 = sbr.rel (!%p1_p1) target = $region3 }}
- 0x7   : > {{ %8 = dma.hbm_to_vmem [thread:$0]  %s10_s1, /*size=*/64, %s15_s6, [#allocation1] }}
- 0x8   : > {{ %9 = dma.done.wait [#allocation1], 64 }}
- 0x9   : > {{ %10 = vsyncadd [#allocation1], 4294967232 ;; %v1 = vadd.f32 %v0, %v0 }}
- 0xa   : > {{ %s20_s1 = sadd.s32 1, %s10_s1 }} /* Start region 3 */
- 0xb   : > {{ %p2_p2 = scmp.ge.s32.totalorder %s20_s1, {outer} }}
- 0xc   : > {{ %11 = sbr.rel (!%p2_p2) target = $region2 }}
- 0xd   :  {{ %v2 = vmul.f32 %v1, %v1 }}
+ 0x1   :  {{ %1 = dma.hbm_to_vmem [thread:$0]  0, {large}, 0, [#allocation1] }}
+ 0x2   :  {{ %2 = dma.hbm_to_vmem [thread:$0]  0, {small}, 0, [#allocation2] }}
+ 0x3 LB: > {{ %s10_s1 = sphi %s1_s1, %s20_s1 ;; %s11_s2 = sphi %s2_s2, %s21_s2 ;; %s12_s3 = sphi %s3_s3, %s22_s3 }} /* Start region 2 */
+ 0x4   : > {{ %s13_s4 = sadd.s32 1, %s11_s2 ;; %3 = dma.hbm_to_vmem 0, {small}, 0, [#allocation2] }}
+ 0x5   : > {{ %p1_p1 = scmp.ge.s32.totalorder %s13_s4, {inner} ;; %4 = dma.done.wait [#allocation2], {small} }}
+ 0x6   : > {{ %s21_s2 = scalar_select /*predicate=*/%p1_p1, 0, %s13_s4 ;; %s14_s5 = sadd.s32 1, %s12_s3 }}
+ 0x7   : > {{ %s22_s3 = scalar_select %p1_p1, %s14_s5, %s12_s3 ;; %5 = vsyncadd [#allocation2], -{small} }}
+ 0x8   : > {{ %7 = sbr.rel (!%p1_p1) target = $region3 }}
+ 0x9   : > {{ %8 = dma.hbm_to_vmem [thread:$0]  %s10_s1, /*size=*/{large}, 0, [#allocation1] }}
+ 0xa   : > {{ %9 = dma.done.wait [#allocation1], {large} }}
+ 0xb   : > {{ %10 = vsyncadd [#allocation1], -{large} ;; %v1 = vadd.f32 %v0, %v0 }}
+ 0xc   : > {{ %s20_s1 = sadd.s32 1, %s10_s1 }} /* Start region 3 */
+ 0xd   : > {{ %p2_p2 = scmp.ge.s32.totalorder %s20_s1, {outer} }}
+ 0xe   : > {{ %11 = sbr.rel (!%p2_p2) target = $region2 }}
+ 0xf   :  {{ %v2 = vmul.f32 %v1, %v1 }}
 """  # noqa: E501
 
 
-def loop(inner: int, outer: int, *, extrapolate: bool) -> Simulation:
-    text = LOOP.format(inner=inner, outer=outer)
+def loop(inner: int, outer: int, small: int, large: int, *, extrapolate: bool) -> Simulation:
+    text = LOOP.format(inner=inner, outer=outer, small=small, large=large)
     return simulate(
         parse(text),
         Speed(hbm_bytes_per_cycle=32.0, hbm_latency=50.0),
@@ -138,23 +142,33 @@ def loop(inner: int, outer: int, *, extrapolate: bool) -> Simulation:
     )
 
 
-@settings(max_examples=40, deadline=None)
-@given(inner=st.integers(1, 40), outer=st.integers(1, 5000))
-def test_skipping_through_a_loop_changes_nothing(inner: int, outer: int) -> None:
-    whole, skipped = (loop(inner, outer, extrapolate=flag) for flag in (False, True))
-    assert skipped.cycles == pytest.approx(whole.cycles, rel=1e-9)
+@settings(max_examples=60, deadline=None)
+@given(
+    inner=st.integers(1, 40),
+    outer=st.integers(1, 4000),
+    small=st.integers(1, 20),
+    large=st.integers(1, 600),
+)
+def test_skipping_through_a_loop_changes_nothing(
+    inner: int, outer: int, small: int, large: int
+) -> None:
+    whole = loop(inner, outer, small, large, extrapolate=False)
+    skipped = loop(inner, outer, small, large, extrapolate=True)
+    # The queue in front of HBM may be taken as steady while it still moves by a ten-thousandth.
+    assert skipped.cycles == pytest.approx(whole.cycles, rel=1e-3)
     assert skipped.counts == whole.counts
     assert skipped.visits == whole.visits
-    assert skipped.hbm_bytes == whole.hbm_bytes == outer // inner * 64 * 32
-    assert skipped.dma_stall == pytest.approx(whole.dma_stall, rel=1e-9)
-    # 9 bundles for every iteration, 3 more where the inner index wraps, one before and one after.
-    assert whole.bundles == 2 + 9 * outer + 3 * (outer // inner)
+    wraps = outer // inner
+    assert skipped.hbm_bytes == whole.hbm_bytes
+    assert whole.hbm_bytes == 32 * (small * (outer + 1) + large * (wraps + 1))
+    # 9 bundles for every iteration, 3 more where the inner index wraps, 4 around the loop.
+    assert whole.bundles == 4 + 9 * outer + 3 * wraps
 
 
 def test_a_long_loop_is_mostly_skipped() -> None:
-    found = loop(32, 300_000, extrapolate=True)
+    found = loop(32, 300_000, 4, 100, extrapolate=True)
     assert found.skipped > 0.99 * sum(found.visits.values())
-    assert found.bundles == 2 + 9 * 300_000 + 3 * (300_000 // 32)
+    assert found.bundles == 4 + 9 * 300_000 + 3 * (300_000 // 32)
 
 
 @pytest.mark.parametrize("items", [[], [1], [1, 2, 3, 4, 5]])

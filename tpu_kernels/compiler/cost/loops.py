@@ -23,7 +23,7 @@ from tpu_kernels.compiler.cost.values import NAMESPACE, UNKNOWN
 _FIRST_LOOK = 48  # iterations before the first attempt; the next ones follow at growing distances
 _GROWTH = 1.5
 _MIN_SKIP = 4  # periods; less is not worth it
-_TIME_TOLERANCE = 1e-3  # of a period's length, for rounding and for a queue that still settles
+_TIME_TOLERANCE = 1e-4  # of a period's length, for rounding and for a queue that still settles
 _REGISTER = re.compile(r"E\[(\d+)\]")
 
 
@@ -35,6 +35,7 @@ class _Snapshot:
     registers: list[Any]
     smem: dict[Any, Any]
     pending: tuple[Any, ...]
+    backlog: list[float]
     counts: Counter[str]
     visits: Counter[int]
 
@@ -136,6 +137,7 @@ class LoopSkipper:
             list(self._registers),
             dict(machine.smem),
             machine.pending(),
+            machine.backlog(),
             machine.counts.copy(),
             self._visits.copy(),
         )
@@ -147,6 +149,12 @@ class LoopSkipper:
             return -1
         if not first.pending == second.pending == third.pending:
             return -1
+        # A queue in front of HBM that still grows will make the later periods longer.
+        if len(second.backlog) != len(third.backlog):
+            return -1
+        for earlier, later in zip(second.backlog, third.backlog, strict=True):
+            if abs(earlier - later) > _TIME_TOLERANCE * length:
+                return -1
         if first.smem.keys() != third.smem.keys():
             return -1
         rates = _rates(first.registers, second.registers, third.registers)

@@ -164,6 +164,13 @@ class Machine:
         totals = ((name, sum(n for _, n in queue)) for name, queue in self.semaphores.items())
         return tuple(sorted((name, total) for name, total in totals if total))
 
+    def backlog(self) -> list[float]:
+        """Cycles until HBM is free, and until each copy on its way arrives."""
+        ahead = [self.hbm_free - self.t]
+        for _, queue in sorted(self.semaphores.items()):
+            ahead.extend(arrival - self.t for arrival, _ in queue)
+        return [max(cycles, 0.0) for cycles in ahead]
+
     def _semaphore(self, name: Value) -> deque[tuple[float, int]]:
         queue = self.semaphores.get(name)
         if queue is None:
