@@ -24,6 +24,7 @@ from tpu_kernels.errors import DeviceError
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the module believe that nothing was installed yet, in a torch that nobody claimed."""
     monkeypatch.setattr(installing, "_installed", False)
+    monkeypatch.setattr(installing, "_complete", False)
     monkeypatch.setattr(installing, "_failure", None)
     monkeypatch.setattr(installing, "privateuse1_name", lambda: installing.UNCLAIMED)
     monkeypatch.setattr(installing, "_set_up", lambda: None)

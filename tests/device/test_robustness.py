@@ -94,7 +94,7 @@ def test_ctrl_c_in_the_middle_of_operators_leaves_a_usable_process() -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         weight.grad = None
         work()
-        assert weight.grad.sum().item() == 7936, weight.grad.sum()
+        assert weight.grad.sum().item() == 16 * (15 * 31 + 15), weight.grad.sum()
         assert interrupted == 300, interrupted
         print("usable")
     """

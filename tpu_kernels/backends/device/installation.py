@@ -22,6 +22,7 @@ on_install: list[Callable[[], None]] = []
 
 _lock = threading.RLock()
 _installed = False
+_complete = False  # the hooks have run as well; until then other threads wait for the lock
 _failure: str | None = None
 _limits: dict[str, str] = {}
 _keep_alive: list[object] = []  # registrations and callbacks that must live as long as the process
@@ -71,7 +72,7 @@ def install() -> None:
         >>> torch.ones(2, device="tpu").sum().item()
         2.0
     """
-    global _installed, _failure
+    global _installed, _complete, _failure
     with _lock:
         if _installed:
             return
@@ -88,15 +89,16 @@ def install() -> None:
             with warnings.catch_warnings():
                 _ignore_known_warnings()
                 _set_up()
-        except Exception as error:
+        except BaseException as error:  # a Ctrl-C, too, leaves torch half told
             # torch can be told of a device only once, so a second attempt could not do better.
-            _failure = f"an earlier attempt failed: {error}"
+            _failure = f"an earlier attempt failed: {str(error) or type(error).__name__}"
             raise
         _installed = True
         # Loaded by name: it lies above this module, and only its registration is wanted.
         importlib.import_module("tpu_kernels.backends.compile_backend")
         for hook in list(on_install):
             hook()
+        _complete = True
 
 
 def when_installed(hook: Callable[[], None]) -> None:
@@ -118,9 +120,9 @@ def auto_install() -> bool:
     Returns:
         Whether the device is installed. If not, `why_not` has the reason.
     """
-    if _installed:
-        return True
     global _failure
+    if _complete:
+        return True
     try:
         if not settings().sim_device:
             return False
