@@ -111,19 +111,18 @@ def traced_frames(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def called_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Jaxpr and constants of an equation that only calls it (`jit`, `checkpoint`, custom
-    derivatives).
+    """Jaxpr and constants of an equation that only calls it (`jit`, `checkpoint`, custom rules).
 
-    The parameter that holds it is named differently by each primitive.
+    The parameter that holds it is named differently by each primitive. Control flow is not a call.
     """
-    calls = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-    calls += ("custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "core_closed_call")
-    if equation.primitive.name not in (*calls, "named_call"):
+    if equation.primitive.name in ("cond", "pallas_call", "run_scoped", "scan", "while"):
         return None
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         inner = equation.params.get(name)
-        if inner is not None:
-            return (inner.jaxpr, inner.consts) if hasattr(inner, "jaxpr") else (inner, ())
+        if hasattr(inner, "jaxpr"):
+            return inner.jaxpr, inner.consts
+        if hasattr(inner, "eqns"):
+            return inner, ()
     return None
 
 

@@ -119,7 +119,7 @@ def _compile(
             "hbm_temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
             **artifacts.figures(artifacts.listing(dump) - before),
-            "estimate": _estimate(artifacts.listing(dump) - before, job, scalars),
+            "estimate": _estimate(artifacts.listing(dump) - before, job, scalars, memory),
         }
     except Exception as error:
         return failure("compile", error) | {"seconds": time.perf_counter() - started}
@@ -131,7 +131,7 @@ def _compile(
 
 
 def _estimate(
-    files: set[Path], job: Mapping[str, Any], scalars: Sequence[Any]
+    files: set[Path], job: Mapping[str, Any], scalars: Sequence[Any], memory: Any
 ) -> dict[str, Any] | None:
     from tpu_kernels.compiler.chips import resolve
     from tpu_kernels.compiler.cost.estimate import estimate
@@ -140,7 +140,13 @@ def _estimate(
     if not job["estimate"]:
         return None
     chip = resolve(job["topology"]).chip
-    found = estimate(sorted(files), chip, scalars=scalars, libtpu_version=libtpu_version())
+    found = estimate(
+        sorted(files),
+        chip,
+        scalars=scalars,
+        libtpu_version=libtpu_version(),
+        hbm_bytes=memory.argument_size_in_bytes + memory.output_size_in_bytes,
+    )
     return found.to_dict()
 
 

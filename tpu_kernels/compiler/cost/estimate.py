@@ -86,6 +86,8 @@ class ModuleEstimate:
 
     Attributes:
         us: Time in µs, None where there is no listing to tell it from.
+        at_least_us: Lower bound in µs: what the matrix operations and the bytes moved need. Good
+            for ranking where there is nothing better.
         kernels: Its HLOs.
         chip: The chip.
         confidence: ``"simulated"``; ``"approximate"`` where something had to be guessed or the chip
@@ -96,6 +98,7 @@ class ModuleEstimate:
     """
 
     us: float | None
+    at_least_us: float | None
     kernels: tuple[KernelEstimate, ...]
     chip: str
     confidence: str
@@ -107,7 +110,8 @@ class ModuleEstimate:
     def text(self) -> str:
         """The estimate for people, the dearest kernel first."""
         if self.us is None:
-            return f"no estimate ({self.confidence})"
+            notes = "".join(f"\n  note: {warning}" for warning in self.warnings)
+            return f"no estimated time on {self.chip} ({self.confidence}){notes}"
         lines = [
             f"estimated {self.us:.1f} µs on {self.chip} ({self.confidence}, {self.calibration})"
         ]
@@ -144,6 +148,7 @@ def estimate(
     libtpu_version: str | None = None,
     fit: Calibration | None = None,
     limit_s: float = 60.0,
+    hbm_bytes: int | None = None,
 ) -> ModuleEstimate:
     """Estimate a program from the files that its compilation left.
 
@@ -154,6 +159,8 @@ def estimate(
         libtpu_version: Version of the compiler.
         fit: Calibration to use instead of the package's own.
         limit_s: Seconds that the simulation of one HLO may take.
+        hbm_bytes: Arguments and outputs of the program, for a lower bound where the dump has no
+            listing of a known form; the confidence is ``"roofline"`` then.
 
     Returns:
         The estimate; ``us`` is None and the confidence ``"none"`` if the dump has no listing of a
@@ -169,7 +176,11 @@ def estimate(
         except FormatError as error:
             notes.append(f"{name}: {error}")
     if not listings or len(listings) < len(texts):
-        return ModuleEstimate(None, (), chip.name, "none", fit.id, libtpu_version, tuple(notes))
+        bound = None if hbm_bytes is None else hbm_bytes / chip.hbm_bytes_per_s * 1e6
+        confidence = "none" if bound is None else "roofline"
+        return ModuleEstimate(
+            None, bound, (), chip.name, confidence, fit.id, libtpu_version, tuple(notes)
+        )
     run = _Runner(chip, fit, limit_s)
     counts, top = _counts(files, run)
     memory = _vmem(files)
@@ -181,6 +192,7 @@ def estimate(
     if top is not None and top.dma_stall > 0:
         kernels.append(_copies(run, top))
     total = sum(kernel.us * kernel.count for kernel in kernels)
+    least = sum(kernel.roofline_us * kernel.count for kernel in kernels)
     guessed = any(kernel.warnings for kernel in kernels)
     if not fit.fitted:
         notes.append(f"there are no published times for {chip.name} to calibrate with")
@@ -190,7 +202,7 @@ def estimate(
         notes.append("under 100 µs the launch, which is not included, may cost more")
     confidence = "approximate" if guessed or not fit.fitted else "simulated"
     return ModuleEstimate(
-        total, tuple(kernels), chip.name, confidence, fit.id, libtpu_version, tuple(notes)
+        total, least, tuple(kernels), chip.name, confidence, fit.id, libtpu_version, tuple(notes)
     )
 
 
