@@ -22,8 +22,13 @@ _BUNDLE = re.compile(
 _SPILL = re.compile(r"\bvst\b[^;]*?_spill")
 _VMEM_DATA = re.compile(r"DATA\s*=\s*")
 # What libtpu adds around a program, under names with and without the brackets that `copy` drops.
-_RUNTIME = ("<late-initialization>", "<late-finalization>", "late-initialization")
-_RUNTIME += ("late-finalization", "<top-inlining-caller>")
+_RUNTIME = (
+    "<late-initialization>",
+    "<late-finalization>",
+    "late-initialization",
+    "late-finalization",
+    "<top-inlining-caller>",
+)
 _STAMP = re.compile(r"^\d+-")
 
 

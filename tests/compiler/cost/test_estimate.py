@@ -16,6 +16,7 @@ from tpu_kernels.compiler import chips, compile_function
 from tpu_kernels.compiler.cost.calibration import calibration, fitted_for
 from tpu_kernels.compiler.cost.estimate import COPIES, ModuleEstimate, estimate
 from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
+from tpu_kernels.compiler.cost.selftest import selftest
 from tpu_kernels.errors import ArgumentError
 
 LISTINGS = Path(__file__).with_name("listings")
@@ -174,3 +175,9 @@ def test_reports_carry_the_estimate_and_its_scalars() -> None:
         assert report.estimate is not None, report
         times[count] = max(kernel.us for kernel in report.estimate.kernels)
     assert times[4096] == pytest.approx(8 * times[512], rel=0.1)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+def test_the_installed_compiler_is_understood(chip: str) -> None:
+    assert selftest(chip) == []

@@ -152,8 +152,8 @@ class LoopSkipper:
         # A queue in front of HBM that still grows will make the later periods longer.
         if len(second.backlog) != len(third.backlog):
             return -1
-        for earlier, later in zip(second.backlog, third.backlog, strict=True):
-            if abs(earlier - later) > _TIME_TOLERANCE * length:
+        for lag, next_lag in zip(second.backlog, third.backlog, strict=True):
+            if abs(lag - next_lag) > _TIME_TOLERANCE * length:
                 return -1
         if first.smem.keys() != third.smem.keys():
             return -1

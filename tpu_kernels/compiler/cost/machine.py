@@ -141,7 +141,7 @@ class Machine:
             start = max(t, self.hbm_free)
             duration = size / self.speed.hbm_bytes_per_cycle
             self.hbm_free = start + duration
-            self.counts["hbm_busy"] += duration  # type: ignore[assignment]
+            self.counts["hbm_busy"] += duration
             self.counts["hbm_bytes"] += size
             done = self.hbm_free + self.speed.hbm_latency
         else:

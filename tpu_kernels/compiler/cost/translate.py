@@ -214,9 +214,9 @@ class _Translator:
             elif opcode.startswith(("dma", "vsyncadd")):
                 self._copy_or_semaphore(lines, instruction, offset)
             elif opcode.startswith("vdelay"):
-                number = re.search(r"\d+", instruction.text)
-                if number:
-                    lines.append(f" t+={max(int(number[0]) - 1, 0)}")
+                delay = re.search(r"\d+", instruction.text)
+                if delay:
+                    lines.append(f" t+={max(int(delay[0]) - 1, 0)}")
             elif opcode == "sst":
                 stores.append(self._store(instruction))
             elif opcode.startswith("sld"):
