@@ -12,7 +12,7 @@ import torch
 from tpu_kernels.config import settings
 from tpu_kernels.dsl.spec import KernelSpec, Source
 from tpu_kernels.errors import KernelError
-from tpu_kernels.registry import naming, reference
+from tpu_kernels.registry import kernel_hooks, naming, reference, sharding
 from tpu_kernels.registry.autograd import Autograd
 from tpu_kernels.registry.batching import Batching
 from tpu_kernels.registry.binding import Bound, bind
@@ -60,9 +60,13 @@ class Kernel:
         self.op: torch._ops.OpOverload = self.operator.op
         self.autograd = Autograd(self.operator, spec.backward, None if spec.backward != "reference" else spec)
         self.batching = Batching(self.operator, enabled=spec.vmap == "jax")
+        self.sharding = sharding.read_rule(spec.sharding, spec)
+        # What was registered by hand and is not in the spec: bundles take it along.
+        self.customised: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._call = make_caller(spec, self.op)
         functools.update_wrapper(self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=())
         self.__signature__ = inspect.signature(self._call)
+        kernel_hooks.add_kernel(self)
 
     # ------------------------------------------------------------------ calling
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +97,7 @@ class Kernel:
     def retire(self, by: Source) -> None:
         """Take the operator out of torch: another definition takes its name."""
         self._retired_by = by
+        kernel_hooks.remove_kernel(self)
         self.batching.destroy()
         self.autograd.destroy()
         self.operator.destroy()
@@ -175,11 +180,13 @@ class Kernel:
             tensor(6.)
         """
         self.autograd.use(fn, self.spec)
+        self.customised.append(("backward", (fn,), {}))
         return fn
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the derived fake kernel, as `torch.library.CustomOpDef.register_fake`."""
         torch.library.register_fake(self.name, fn, lib=self.operator.library, allow_override=True)
+        self.customised.append(("register_fake", (fn,), {}))
         return fn
 
     def register_autograd(
@@ -187,15 +194,35 @@ class Kernel:
     ) -> None:
         """Define the backward as `torch.library.CustomOpDef.register_autograd` does: ``backward(ctx, *grads)``."""
         self.autograd.use_context_style(backward, setup_context)
+        self.customised.append(("register_autograd", (backward,), {"setup_context": setup_context}))
 
     def register_vmap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the derived batching rule, as `torch.library.CustomOpDef.register_vmap`."""
         self.batching.use(fn)
+        self.customised.append(("register_vmap", (fn,), {}))
         return fn
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Cast floating inputs under autocast, as `torch.library.CustomOpDef.register_autocast`."""
         torch.library.register_autocast(self.name, device_type, cast_inputs, lib=self.operator.library)
+        self.customised.append(("register_autocast", (device_type, cast_inputs), {}))
+
+    def register_sharding(self, rule: Any) -> Any:
+        """State how the kernel may be split over devices; usable as a decorator.
+
+        Args:
+            rule: An einsum-like string such as ``"m k, k n -> m n; sum k"``, or a function with the contract of
+                `torch.distributed.tensor.experimental.register_sharding`. Replaces the ``sharding`` option.
+
+        Returns:
+            ``rule`` itself.
+
+        Raises:
+            SignatureError: The string cannot be parsed, or does not fit the kernel's signature.
+        """
+        self.sharding = sharding.read_rule(rule, self.spec)
+        self.customised.append(("register_sharding", (rule,), {}))
+        return rule
 
     # ------------------------------------------------------------------ plumbing
     def __repr__(self) -> str:
@@ -223,12 +250,13 @@ def _is_jax(value: Any) -> bool:
     return type(value).__module__.startswith(("jax", "jaxlib")) and hasattr(value, "aval")
 
 
-def register(spec: KernelSpec, *, replace: bool = False) -> Kernel:
+def register(spec: KernelSpec, *, replace: bool = False, kind: type[Kernel] = Kernel) -> Kernel:
     """Make a kernel of a spec and register its operator.
 
     Args:
         spec: The kernel.
         replace: Whether to take the name over from another place.
+        kind: `Kernel`, or a class derived from it.
 
     Returns:
         The `Kernel`.
@@ -236,9 +264,10 @@ def register(spec: KernelSpec, *, replace: bool = False) -> Kernel:
     Raises:
         NameClashError: Another place owns the name.
     """
+    sharding.read_rule(spec.sharding, spec)  # a broken rule must not take the old kernel away
     with naming.lock:
         naming.make_way(spec, replace=replace)
-        kernel = Kernel(spec)
+        kernel = kind(spec)
         naming.enter(kernel)
     return kernel
 
