@@ -53,6 +53,12 @@ def test_the_links_to_files_of(document: Path) -> None:
     assert missing == []
 
 
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
+
+
 def test_blocks_keep_their_line_numbers() -> None:
     text = "# Title\n\n```python\na = 1\n```\n\n```sh\nmake\n```\n\n```python\nb = 2\n```\n"
     lines = python_blocks(text).splitlines()
