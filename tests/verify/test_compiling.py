@@ -104,3 +104,16 @@ def test_unknown_and_missing_targets_are_refused() -> None:
         compile(jnp.sin, (X,), "v3")
     with pytest.raises(ArgumentError, match="target"):
         compile(jnp.sin, (X,), [])
+
+
+@pytest.mark.libtpu
+def test_a_registered_kernel_is_compiled_with_the_targets_own_config() -> None:
+    from tpu_kernels.registry.decorator import tpu_kernel
+
+    kernel = tpu_kernel("test_compiling::scale")(scale)
+    good = compile(kernel, (X,), "v6e", config={"rows": 16})
+    assert good.ok, good
+    assert good.kernel == "test_compiling::scale"
+    bad = compile(kernel, (X,), "v6e", config={"rows": 12})
+    assert bad.status == "invalid"
+    assert Path(__file__).name in (bad.where or "")
