@@ -8,6 +8,7 @@ given `Call`, a fake kernel derived from it, and one implementation by each back
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,6 +110,14 @@ class Operator:
         self.library.impl(self.opname, implementation, backend.dispatch_key)
         if not self.definition.mutated:
             self.direct[_compat_torch.plain_key_set(backend.dispatch_key)] = implementation
+
+    def replace_implementation(self, key: str, fn: Callable[..., Any]) -> None:
+        """Run a torch function for tensors of one dispatch key, instead of the JAX program."""
+        with warnings.catch_warnings():
+            # torch warns of what is intended here.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            self.library.impl(self.opname, fn, key)
+        self.direct.pop(_compat_torch.plain_key_set(key), None)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""

@@ -117,7 +117,11 @@ class EinsumRule:
         return [*found, Choice((None,) * len(ins), (None,) * len(outs))]
 
     def _bind(
-        self, term: Sequence[str], shape: Sequence[Any], what: str, sizes: dict[str, tuple[Any, str]]
+        self,
+        term: Sequence[str],
+        shape: Sequence[Any],
+        what: str,
+        sizes: dict[str, tuple[Any, str]],
     ) -> list[str | None]:
         """The name of each axis of a tensor, None for one that is not split; checks and collects sizes."""
         spread = len(shape) - len(term) + 1 if ELLIPSIS in term else 0
@@ -131,9 +135,16 @@ class EinsumRule:
         axes: list[str | None] = []
         for name in term:
             # Batch axes line up at the right, as in broadcasting.
-            axes += [f"{ELLIPSIS}{spread - i}" for i in range(spread)] if name == ELLIPSIS else [name]
+            axes += (
+                [f"{ELLIPSIS}{spread - i}" for i in range(spread)] if name == ELLIPSIS else [name]
+            )
         for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-            if axis is None or axis == UNNAMED or axis in self.whole or (axis.startswith(ELLIPSIS) and size == 1):
+            if (
+                axis is None
+                or axis == UNNAMED
+                or axis in self.whole
+                or (axis.startswith(ELLIPSIS) and size == 1)
+            ):
                 axes[i] = None
                 continue
             known, first = sizes.setdefault(axis, (size, what))
@@ -212,7 +223,9 @@ class _Parser:
 
     def fail(self, problem: str, hint: str = _SYNTAX) -> SignatureError:
         return SignatureError(
-            f"kernel {self.spec.name!r}: sharding rule {self.text!r}: {problem}", where=str(self.spec.source), hint=hint
+            f"kernel {self.spec.name!r}: sharding rule {self.text!r}: {problem}",
+            where=str(self.spec.source),
+            hint=hint,
         )
 
     def rule(self) -> EinsumRule:
@@ -225,7 +238,9 @@ class _Parser:
         tensors = [p.name for p in spec.op_parameters if p.kind.is_tensor]
         inputs = self._terms(sides[0], len(tensors), f"tensor parameters ({', '.join(tensors)})")
         outputs = self._terms(sides[1] if len(sides) == 2 else "", slots, "results")
-        reductions, linear = self._clauses([c for c in clauses if c.strip()], inputs, outputs, tensors)
+        reductions, linear = self._clauses(
+            [c for c in clauses if c.strip()], inputs, outputs, tensors
+        )
         return EinsumRule(
             kernel=spec.name,
             text=self.text,
@@ -256,7 +271,11 @@ class _Parser:
             yield name
 
     def _clauses(
-        self, clauses: Sequence[str], inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]], tensors: Sequence[str]
+        self,
+        clauses: Sequence[str],
+        inputs: Sequence[Sequence[str]],
+        outputs: Sequence[Sequence[str]],
+        tensors: Sequence[str],
     ) -> tuple[dict[str, str], tuple[str, ...]]:
         reductions: dict[str, str] = {}
         linear: list[str] = []
@@ -266,7 +285,10 @@ class _Parser:
             if word == "linear" and names:
                 for name in names:
                     if name not in tensors:
-                        raise self.fail(f"'linear {name}' names no tensor parameter", f"they are {', '.join(tensors)}")
+                        raise self.fail(
+                            f"'linear {name}' names no tensor parameter",
+                            f"they are {', '.join(tensors)}",
+                        )
                 linear += names
                 continue
             if word not in REDUCTIONS or not names:
@@ -276,12 +298,22 @@ class _Parser:
                 )
             for name in names:
                 if name not in known:
-                    raise self.fail(f"'{word} {name}' names no axis of an argument", f"they are {', '.join(sorted(known))}")
+                    raise self.fail(
+                        f"'{word} {name}' names no axis of an argument",
+                        f"they are {', '.join(sorted(known))}",
+                    )
                 if name in self.whole:
-                    raise self.fail(f"axis {name!r} is marked whole (!) and reduced by {word!r}", "choose one")
+                    raise self.fail(
+                        f"axis {name!r} is marked whole (!) and reduced by {word!r}", "choose one"
+                    )
                 if outputs and all(name in term for term in outputs):
-                    raise self.fail(f"'{word} {name}': every result has that axis, so it is not reduced", "leave it out")
+                    raise self.fail(
+                        f"'{word} {name}': every result has that axis, so it is not reduced",
+                        "leave it out",
+                    )
                 reductions[name] = word
         if self.spec.mutates_args and linear:
-            raise self.fail("'linear' cannot be used by a kernel that writes to its arguments", "leave it out")
+            raise self.fail(
+                "'linear' cannot be used by a kernel that writes to its arguments", "leave it out"
+            )
         return reductions, tuple(linear)

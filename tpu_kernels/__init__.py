@@ -91,6 +91,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tpu_kernels' has no attribute {name!r}")
     importlib.import_module("tpu_kernels.backends").ready()
     importlib.import_module("tpu_kernels.tuning.lookup").install()
+    importlib.import_module("tpu_kernels.integrations").install()
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

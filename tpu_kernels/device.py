@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tpu_kernels import integrations
 from tpu_kernels.backends.device import install, is_installed, why_not
 
 __all__ = ["install", "is_installed", "why_not"]
 
 install()
+integrations.install()  # torch.tpu.pallas
