@@ -112,8 +112,7 @@ def _require_deterministic(
     if (defaults | values).get("dropout_p") == 0:
         return
     raise override.error(
-        "the operator draws random numbers, so its backward cannot be borrowed by running it "
-        "again; a backward must be supplied",
+        "it draws random numbers, so running it again gives no gradient; a backward must be supplied",
         hint="give it a backward, or decline such calls by a predicate (when=)",
     )
 

@@ -24,6 +24,7 @@ from tpu_kernels.registry.overrides.chain import (
     refresh,
     set_scope,
 )
+from tpu_kernels.registry.overrides.kernels import kernel_of
 from tpu_kernels.registry.overrides.targets import (
     Site,
     arity,
@@ -99,7 +100,7 @@ class Override:
         self.serial = next_serial()
         self.impl_name = names.name_of(impl)
         self.when_name = None if when is None else names.name_of(when)
-        self.where = names.where(impl)
+        self.where = names.where(kernel_of(impl) or impl)
         self.identity = (
             qualified(op),
             device,
@@ -238,17 +239,18 @@ class Override:
     def _failed(self, error: Exception, culprit: str) -> None:
         self.errors += 1
         self.last_error = f"{type(error).__name__}: {error}"
-        text = f"{culprit} raised {self.last_error}"
-        log.info("%s: %s", self, text)
+        problem = f"{culprit} raised {self.last_error}"
+        log.info("%s: %s", self, problem)
         if self.on_error == "fallback":
             if not self._warned:
                 self._warned = True
-                problem = self.error(f"{text}; falling back", hint="").problem
-                warnings.warn(problem, RuntimeWarning, stacklevel=3)
+                message = self.error(f"{problem}; falling back", hint="").problem
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
             return
+        if isinstance(error, OverrideError):  # says already which override and what to do
+            raise error
         raise self.error(
-            text,
-            hint="decline such calls by a predicate (when=), or allow on_error='fallback'",
+            problem, hint="decline such calls by a predicate (when=), or allow on_error='fallback'"
         ) from error
 
     def error(self, problem: str, hint: str) -> OverrideError:

@@ -26,7 +26,8 @@ def name_of(function: Callable[..., Any]) -> str:
     qualname = getattr(function, "__qualname__", None)
     if qualname is None:
         return repr(function)
-    return f"{getattr(function, '__module__', '?')}.{qualname}"
+    # Where a local function is defined says `where`; the way there would fill the line.
+    return f"{getattr(function, '__module__', '?')}.{qualname.rpartition('<locals>.')[2]}"
 
 
 def where(function: Callable[..., Any]) -> str | None:

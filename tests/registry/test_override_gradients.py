@@ -280,3 +280,16 @@ def test_a_redefined_kernel_is_followed() -> None:
         assert (torch.relu(x) == 2).all()
         define(3.0)
         assert (torch.relu(x) == 3).all()
+
+
+def test_an_operator_of_ours_counts_as_its_kernel() -> None:
+    a, b = matrices("cpu")
+    expected = gradients(torch.matmul, a, b)
+    # A packet, an overload and the kernel are the same implementation; this one has no backward.
+    packet = torch.ops.override_test.pallas_mm
+    for impl in (packet, packet.default, pallas_mm):
+        with override("aten::matmul", impl, device="cpu") as handle:
+            found = gradients(torch.matmul, a, b)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert handle.impl_name == "override_test::pallas_mm"
+        assert handle.where == str(pallas_mm.spec.source)
