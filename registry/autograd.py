@@ -119,6 +119,8 @@ class Autograd:
         if policy == "reference" and spec is not None:
             self.rule = custom_backward.ReferenceRule(spec)
         parameters = operator.definition.parameters
+        # Answers for distributed tensors, NotImplemented for others; set once `torch.distributed.tensor` is in use.
+        self.distributed: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
         self._plain: Layout | None = None
         if all(p.kind is Kind.TENSOR and not p.keyword_only for p in parameters):
             self._plain = Layout((ONE,) * len(parameters), ())
@@ -168,6 +170,10 @@ def kernel(_keyset, {signature}):
         return env["kernel"]  # type: ignore[no-any-return]
 
     def _differentiate(self, function: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.distributed is not None:
+            result = self.distributed(args, kwargs)
+            if result is not NotImplemented:
+                return result
         tensors: Sequence[Any]
         if self._plain is not None:  # nothing but tensors: the common case
             layout, tensors, dynamics = self._plain, args, []
@@ -242,7 +248,7 @@ def operator_function() -> type:
         def forward(ctx: Any, run: Run, *tensors: torch.Tensor) -> Any:
             run.inputs = tensors
             run.needs = list(ctx.needs_input_grad[1:])
-            with _compat_torch.below_autograd():
+            with _compat_torch.below_autograd(), _compat_torch.outer_levels_differentiate():
                 slots, residuals = run.autograd.rule.forward(run)
             flat = run.flatten_results(slots)
             kept = flat if getattr(run.autograd.rule, "wants_outputs", False) else []

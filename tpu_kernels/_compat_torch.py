@@ -6,12 +6,13 @@ reading this file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import operator as operators
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -198,6 +199,23 @@ def single_level_function() -> type:
     return torch.autograd.function._SingleLevelFunction  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def outer_levels_differentiate() -> Iterator[None]:
+    """Return a context that lets outer `torch.func` transforms differentiate what an autograd function runs.
+
+    An autograd function switches both modes of differentiation off while it runs. Below it, with transforms active,
+    lie further levels that are to be differentiated: without this, `torch.func.jvp` of `torch.func.grad` would
+    silently return zeros. torch's own functions for nested levels do the same.
+    """
+    if not functorch_active():
+        yield
+        return
+    from torch.autograd import forward_ad
+
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
 def apply_single_level(function: type, *args: Any) -> Any:
     """Apply a `single_level_function` class, also while a `torch.func` transform is active."""
     if not functorch_active():
@@ -342,3 +360,29 @@ def refresh_inductor_decompositions() -> None:
     module = sys.modules.get("torch._inductor.decomposition")
     if module is not None:
         module.fast_random_decomps.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# DTensor (integrations/dtensor). Everything else there is public.
+
+
+def has_dtensor_strategy(operator: OpOverload) -> bool:
+    """Return whether DTensor has a sharding rule for an operator; there is no public question."""
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return operator in propagator.op_strategy_funcs or operator in propagator.op_to_rules
+
+
+def implicit_replication_allowed() -> bool:
+    """Return whether `torch.distributed.tensor.experimental.implicit_replication` is in force."""
+    return bool(torch._C._get_dtensor_allow_implicit_replication())
+
+
+# ---------------------------------------------------------------------------------------------
+# TorchTPU's source interface (integrations/torchtpu).
+
+
+def dispatch_key_of_device(device_type: str) -> str:
+    """Return the dispatch key of a device type: ``"CPU"`` for ``"cpu"``."""
+    return str(torch._C._dispatch_key_for_device(device_type))
