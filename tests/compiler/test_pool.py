@@ -149,12 +149,18 @@ def test_no_worker_outlives_a_parent_that_is_stopped(sign: signal.Signals) -> No
             assert time.monotonic() < deadline
             time.sleep(0.05)
         workers = _pids(parent.pid)
+        folders = [_folder(pid) for pid in workers]
         parent.send_signal(sign)
         parent.wait(timeout=30)
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker is left"
         time.sleep(0.05)
+    assert not any(folder.exists() for folder in folders)
+
+
+def _folder(pid: str) -> Path:
+    return Path(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2].decode())
 
 
 def _pids(parent: int) -> list[str]:

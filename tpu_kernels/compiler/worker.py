@@ -14,6 +14,7 @@ import os
 import queue
 import resource
 import select
+import shutil
 import sys
 import threading
 import traceback
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(lines, os.getppid()), daemon=True).start()
+    threading.Thread(target=_listen, args=(lines, os.getppid(), folder), daemon=True).start()
 
     import jax  # noqa: F401 (before the parent starts counting the first job's time)
 
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
         _answer(answers, result)
 
 
-def _listen(lines: queue.SimpleQueue[str], parent: int) -> None:
+def _listen(lines: queue.SimpleQueue[str], parent: int, folder: Path) -> None:
     """Pass on lines of standard input; end the process when the parent is gone, whatever the main
     thread does.
 
@@ -74,13 +75,13 @@ def _listen(lines: queue.SimpleQueue[str], parent: int) -> None:
     pending = b""
     while True:
         ready, _, _ = select.select([0], [], [], _PARENT_CHECK_S)
-        if os.getppid() != parent:
+        chunk = os.read(0, 1 << 16) if ready else None
+        if os.getppid() != parent or chunk == b"":
+            # Nobody is left to remove the folder, or to hear of a failure to do so.
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
-        if not ready:
+        if chunk is None:
             continue
-        chunk = os.read(0, 1 << 16)
-        if not chunk:
-            os._exit(0)
         *complete, pending = (pending + chunk).split(b"\n")
         for line in complete:
             lines.put(line.decode())
