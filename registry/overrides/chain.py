@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.overrides.report import Recorder
 
 SCOPE_KEY = "tpu_kernels.overrides"
+UNSAID = "the predicate said no"  # the reason where a predicate gives none
 LOCK = threading.RLock()
 
 Activation = tuple[int, "Override"]

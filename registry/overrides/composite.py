@@ -112,7 +112,7 @@ def _require_deterministic(
     if (defaults | values).get("dropout_p") == 0:
         return
     raise override.error(
-        "it draws random numbers, so running it again gives no gradient; a backward must be supplied",
+        "it draws random numbers, so running it again is no gradient; a backward must be supplied",
         hint="give it a backward, or decline such calls by a predicate (when=)",
     )
 

@@ -18,6 +18,7 @@ from tpu_kernels.registry.overrides.chain import (
     LOCK,
     SCOPE_KEY,
     SLOTS,
+    UNSAID,
     Slot,
     refresh,
     scoped_chain,
@@ -50,6 +51,10 @@ def kernel(keyset{parameters}):
                 verdict = when({arguments})
             except Exception as error:
                 verdict = link.override.predicate_raised(error)
+            if verdict is False:
+                link.override.declines += 1
+                link.override.last_decline = UNSAID
+                continue
             if verdict is not True and not link.override.accepts(verdict):
                 continue
         override = link.override
@@ -106,6 +111,7 @@ def write_kernel(slot: Slot) -> Callable[..., Any]:
         "FLAGS": FLAGS,
         "BUSY": BUSY,
         "SCOPE_KEY": SCOPE_KEY,
+        "UNSAID": UNSAID,
         "slot": slot,
         "slow": checked.call,
         "thread_object": compat.thread_object,

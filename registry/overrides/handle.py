@@ -16,6 +16,7 @@ from tpu_kernels.registry.overrides import adapt, dispatch, graph, names
 from tpu_kernels.registry.overrides.chain import (
     FLAGS,
     LOCK,
+    UNSAID,
     Link,
     add_process_activation,
     current_scope,
@@ -214,7 +215,7 @@ class Override:
         if not isinstance(verdict, str) and verdict:
             return True
         self.declines += 1
-        reason = str(verdict) if isinstance(verdict, str) and verdict else "the predicate said no"
+        reason = str(verdict) if isinstance(verdict, str) and verdict else UNSAID
         self.last_decline = reason
         return False
 
