@@ -174,7 +174,7 @@ def _launch(x: jax.Array, y: jax.Array, plan: Plan) -> jax.Array:
         + y.size * y.dtype.itemsize * pl.cdiv(m, blocks.m)
         + out.size * out.dtype.itemsize
     )
-    return pl.pallas_call(
+    product = pl.pallas_call(
         body,
         out_shape=out,
         grid=(*batch, pl.cdiv(m, blocks.m), pl.cdiv(n, blocks.n), steps),
@@ -182,8 +182,8 @@ def _launch(x: jax.Array, y: jax.Array, plan: Plan) -> jax.Array:
         out_specs=spec((blocks.m, blocks.n), lambda row, column, step: (row, column)),
         scratch_shapes=[] if steps == 1 else [pltpu.VMEM((blocks.m, blocks.n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            # "parallel" lets a chip with two cores share the output; K revisits it, so in order.
-            dimension_semantics=("parallel",) * (len(batch) + 2) + ("arbitrary",),
+            # Parallel: a chip with two cores shares the output. K revisits it, so in order.
+            dimension_semantics=[*[pltpu.PARALLEL] * (len(batch) + 2), pltpu.ARBITRARY],
             vmem_limit_bytes=vmem_limit(vmem_need(x, y, plan, blocks)),
         ),
         cost_estimate=pl.CostEstimate(
@@ -191,7 +191,9 @@ def _launch(x: jax.Array, y: jax.Array, plan: Plan) -> jax.Array:
         ),
         interpret=plan.interpret,
         name=plan.kernel.replace("::", "_"),
-    )(x, y)
+    )
+    result: jax.Array = product(x, y)
+    return result
 
 
 # Backward -----------------------------------------------------------------------------------------
