@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kernels.errors import (
     ArgumentError,
+    BundleError,
     CompileError,
     ConfigError,
     DeviceError,
@@ -37,6 +38,7 @@ from tpu_kernels.errors import (
 )
 
 if TYPE_CHECKING:
+    from tpu_kernels.registry.bundle import load, save_bundle
     from tpu_kernels.registry.decorator import tpu_kernel
     from tpu_kernels.registry.kernel import Kernel
     from tpu_kernels.registry.overrides import override, overrides
@@ -51,14 +53,17 @@ _WHERE = {
     "autotune": "tpu_kernels.tuning",
     "cache_key": "tpu_kernels.tuning",
     "compile": "tpu_kernels.verify.compiling",
+    "load": "tpu_kernels.registry.bundle",
     "override": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
+    "save_bundle": "tpu_kernels.registry.bundle",
     "select": "tpu_kernels.tuning",
     "tpu_kernel": "tpu_kernels.registry.decorator",
 }
 
 __all__ = [
     "ArgumentError",
+    "BundleError",
     "CompileError",
     "ConfigError",
     "DTypeError",
@@ -78,8 +83,10 @@ __all__ = [
     "autotune",
     "cache_key",
     "compile",
+    "load",
     "override",
     "overrides",
+    "save_bundle",
     "select",
     "tpu_kernel",
 ]

@@ -93,6 +93,10 @@ class TuningError(KernelError, RuntimeError):
     """No configuration of a kernel could be compiled or measured."""
 
 
+class BundleError(KernelError, ValueError):
+    """A file of kernels cannot be written, is damaged, or does not fit the versions here."""
+
+
 class CacheCorruption(UserWarning):
     """A damaged cache entry was ignored."""
 
