@@ -19,7 +19,7 @@ import torch
 
 from tpu_kernels import _compat_torch
 from tpu_kernels.dsl.spec import KernelSpec, Kind
-from tpu_kernels.errors import MissingBackwardError
+from tpu_kernels.errors import ArgumentError, MissingBackwardError
 from tpu_kernels.registry import custom_backward
 from tpu_kernels.registry.derivatives import Derivatives
 from tpu_kernels.registry.layout import ONE, Layout, join, split
@@ -174,6 +174,14 @@ def kernel(_keyset, {signature}):
             result = self.distributed(args, kwargs)
             if result is not NotImplemented:
                 return result
+        definition = self.operator.definition
+        if definition.donated:
+            raise ArgumentError(
+                f"kernel {definition.kernel!r}: argument {definition.donated[0]!r} is donated, but an argument requires "
+                "a gradient, so that autograd keeps all of them",
+                where=definition.where,
+                hint="call it under torch.no_grad()",
+            )
         tensors: Sequence[Any]
         if self._plain is not None:  # nothing but tensors: the common case
             layout, tensors, dynamics = self._plain, args, []

@@ -38,6 +38,11 @@ class Derivatives:
         self._refusals: dict[Any, Exception | None] = {}
         self._lock = threading.RLock()
 
+    def prepare(self) -> None:
+        """Make forward and backward now: a FLOP counter knows the operators only that exist when it starts."""
+        for which in ("fwd", "bwd"):
+            self._operator(which)
+
     # ------------------------------------------------------------------ what autograd calls
     def differentiable(self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> bool:
         """Whether JAX can differentiate the program; if not, the reason is kept for `backward` to tell."""
@@ -125,6 +130,7 @@ class Derivatives:
         return operator
 
     def _make(self, which: str) -> Operator:
+        from tpu_kernels.registry import policies
         from tpu_kernels.registry.autograd import Autograd
         from tpu_kernels.registry.batching import Batching
 
@@ -139,6 +145,8 @@ class Derivatives:
             extra, returns = [TANGENTS], (ReturnKind.LIST,)
             program = programs.tangent_program(base)
         operator = derived_operator(self.operator, f"{base.name}__{which}", extra, returns, program)
+        if base.flops is not None and which != "jvp":
+            policies.register_flops(operator, base.flops, factor=2 if which == "bwd" else 1)
         # Derivatives of derivatives: the same rules once more, by recomputation (residuals are not differentiable).
         autograd = Autograd(operator, "recompute")
         self._autograds.append(autograd)

@@ -12,7 +12,7 @@ import torch
 from tpu_kernels.config import settings
 from tpu_kernels.dsl.spec import KernelSpec, Source
 from tpu_kernels.errors import KernelError
-from tpu_kernels.registry import kernel_hooks, naming, reference, sharding
+from tpu_kernels.registry import kernel_hooks, naming, policies, reference, sharding
 from tpu_kernels.registry.autograd import Autograd
 from tpu_kernels.registry.batching import Batching
 from tpu_kernels.registry.binding import Bound, bind
@@ -54,6 +54,8 @@ class Kernel:
                 int64=spec.int64,
                 mutated=spec.mutates_args,
                 reference=answer,
+                donated=spec.donate_args,
+                flops=spec.flops,
             ),
             self._counters,
         )
@@ -63,6 +65,13 @@ class Kernel:
         self.sharding = sharding.read_rule(spec.sharding, spec)
         # What was registered by hand and is not in the spec: bundles take it along.
         self.customised: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        if spec.autocast is not None:
+            for device_type in policies.AUTOCAST_KEYS:
+                policies.register_autocast(self.operator, device_type, spec.autocast)
+        if spec.flops is not None:
+            policies.register_flops(self.operator, spec.flops)
+            if spec.backward in ("jax", "recompute"):
+                self.autograd.derivatives.prepare()
         self._call = make_caller(spec, self.op)
         functools.update_wrapper(self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=())
         self.__signature__ = inspect.signature(self._call)
@@ -204,7 +213,7 @@ class Kernel:
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Cast floating inputs under autocast, as `torch.library.CustomOpDef.register_autocast`."""
-        torch.library.register_autocast(self.name, device_type, cast_inputs, lib=self.operator.library)
+        policies.register_autocast(self.operator, device_type, cast_inputs)
         self.customised.append(("register_autocast", (device_type, cast_inputs), {}))
 
     def register_sharding(self, rule: Any) -> Any:
@@ -265,6 +274,7 @@ def register(spec: KernelSpec, *, replace: bool = False, kind: type[Kernel] = Ke
         NameClashError: Another place owns the name.
     """
     sharding.read_rule(spec.sharding, spec)  # a broken rule must not take the old kernel away
+    policies.check_autocast(spec)
     with naming.lock:
         naming.make_way(spec, replace=replace)
         kernel = kind(spec)

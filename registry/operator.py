@@ -18,7 +18,7 @@ from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
 from tpu_kernels.errors import DTypeError
-from tpu_kernels.registry import backend_table
+from tpu_kernels.registry import backend_table, donation
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.layout import Layout, fill, flat_names
 from tpu_kernels.registry.shapes import ShapeRule
@@ -57,6 +57,8 @@ class Definition:
         int64: The kernel's policy for 64-bit types.
         mutated: Names of the arguments that are written back.
         reference: Torch function that answers for empty inputs that the kernel cannot run on.
+        donated: Names of the arguments whose memory the operator may take.
+        flops: Formula for torch's FLOP counter, on the kernel's own arguments.
         has_defaults: Whether the schema has the parameters' defaults; derived operators take every argument.
     """
 
@@ -71,6 +73,8 @@ class Definition:
     mutated: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
     has_defaults: bool = True
+    donated: tuple[str, ...] = ()
+    flops: Callable[..., int] | None = None
 
 
 class Operator:
@@ -107,6 +111,8 @@ class Operator:
     def implement(self, backend: backend_table.Backend) -> None:
         """Register this operator's implementation by a backend."""
         implementation = backend.implement(self)
+        if self.definition.donated:
+            implementation = donation.guarded(self, self.definition.donated, implementation)
         self.library.impl(self.opname, implementation, backend.dispatch_key)
         if not self.definition.mutated:
             self.direct[_compat_torch.plain_key_set(backend.dispatch_key)] = implementation
