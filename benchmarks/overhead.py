@@ -1,7 +1,8 @@
 """Cost of calling a registered kernel, beside a plain torch operator and what peers do.
 
-All candidates run interleaved in one process on one thread, so that a drifting machine speed hits them alike; the
-figures are thread CPU time per call (µs), lower decile and median over rounds, and ratios to ``torch.add``.
+All candidates run interleaved in one process on one thread, so that a drifting machine speed hits
+them alike; the figures are thread CPU time per call (µs), lower decile and median over rounds, and
+ratios to ``torch.add``.
 
 Run: ``python benchmarks/overhead.py [--rounds 60] [--calls 100]``
 """
@@ -69,7 +70,9 @@ def candidates() -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(calls: dict[str, Callable[[], object]], rounds: int, count: int) -> dict[str, tuple[float, float]]:
+def measure(
+    calls: dict[str, Callable[[], object]], rounds: int, count: int
+) -> dict[str, tuple[float, float]]:
     """Lower decile and median of thread CPU time per call in µs, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -86,7 +89,9 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int, count: int) -> 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--calls", type=int, default=100)
     arguments = parser.parse_args()
@@ -95,7 +100,9 @@ def main() -> None:
     unit = next(iter(figures.values()))
     table = Table("call", "µs, p10", "µs, median", "× torch.add, p10", "× torch.add, median")
     for name, (low, median) in figures.items():
-        table.add_row(name, f"{low:.1f}", f"{median:.1f}", f"{low / unit[0]:.1f}", f"{median / unit[1]:.1f}")
+        table.add_row(
+            name, f"{low:.1f}", f"{median:.1f}", f"{low / unit[0]:.1f}", f"{median / unit[1]:.1f}"
+        )
     Console().print(table)
 
 

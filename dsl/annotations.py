@@ -1,7 +1,8 @@
 """What a type annotation means for the operator's schema.
 
-`resolve` turns the annotations of a function into objects (strings of ``from __future__ import annotations``
-included, also where a name exists only in an enclosing function), `classify` maps one to schema terms.
+`resolve` turns the annotations of a function into objects (strings of ``from __future__ import
+annotations`` included, also where a name exists only in an enclosing function), `classify` maps one
+to schema terms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tpu_kernels.dsl.spec import Kind
 from tpu_kernels.errors import SignatureError
 
 SUPPORTED = (
-    "jax.Array or torch.Tensor, Optional of it, list/Sequence/tuple of tensors, int, float, bool, str, "
+    "jax.Array or torch.Tensor, Optional of it, list/Sequence/tuple of tensors, int, float, bool, "
+    "str, "
     "tuples and lists of those, Literal, Enum, dtypes, and Optional of any of them"
 )
 _SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -33,7 +35,8 @@ _NONE = type(None)
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What an annotation means: the schema type, and how values cross the schema in both directions."""
+    """What an annotation means: the schema type, and how values cross the schema in both
+    directions."""
 
     kind: Kind
     schema_type: str
@@ -42,7 +45,9 @@ class Meaning:
     length: int | None = None
 
 
-def resolve(fn: Callable[..., Any], caller_locals: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def resolve(
+    fn: Callable[..., Any], caller_locals: Mapping[str, Any] | None, where: str
+) -> dict[str, Any]:
     """The annotations of a function as objects.
 
     Args:
@@ -62,14 +67,17 @@ def resolve(fn: Callable[..., Any], caller_locals: Mapping[str, Any] | None, whe
     for name, annotation in getattr(fn, "__annotations__", {}).items():
         if isinstance(annotation, str):
             try:
-                # Evaluating the author's own annotation in his own scope, as typing.get_type_hints does.
+                # Evaluating the author's own annotation in his own scope, as typing.get_type_hints
+                # does.
                 annotation = eval(annotation, getattr(fn, "__globals__", vars(builtins)), scope)
             except Exception as error:
                 raise SignatureError(
-                    f"kernel {fn.__qualname__!r}: cannot resolve the annotation {annotation!r} of {_parameter(name)}: "
+                    f"kernel {fn.__qualname__!r}: cannot resolve the annotation {annotation!r} of "
+                    f"{_parameter(name)}: "
                     f"{type(error).__name__}: {error}",
                     where=where,
-                    hint="import the name at module level or in the scope that decorates the kernel",
+                    hint="import the name at module level or in the scope that decorates the "
+                    "kernel",
                 ) from error
         resolved[name] = annotation
     return resolved
@@ -97,7 +105,11 @@ def is_tensor(annotation: Any) -> bool:
 
 
 def _strip(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+    return (
+        typing.get_args(annotation)[0]
+        if typing.get_origin(annotation) is typing.Annotated
+        else annotation
+    )
 
 
 def optional_of(annotation: Any) -> Any | None:
@@ -118,7 +130,8 @@ def optional_of(annotation: Any) -> Any | None:
 
 
 def sequence_of(annotation: Any) -> tuple[Any, int | None] | None:
-    """Element annotation and fixed length of a homogeneous list, Sequence or tuple annotation, else None.
+    """Element annotation and fixed length of a homogeneous list, Sequence or tuple annotation, else
+    None.
 
     Example:
         >>> sequence_of(tuple[int, int]), sequence_of(list[int]), sequence_of(int)
@@ -203,9 +216,10 @@ def _classify_sequence(element: Any, length: int | None) -> Meaning | None:
     if scalar is None or scalar.schema_type.endswith("]"):
         return None
     to_schema, from_schema = scalar.to_schema, scalar.from_schema
+    size = length if length is not None and scalar.schema_type == "int" else ""
     return Meaning(
         Kind.STATIC,
-        f"{scalar.schema_type}[{length if length is not None and scalar.schema_type == 'int' else ''}]",
+        f"{scalar.schema_type}[{size}]",
         list if to_schema is None else lambda v: [to_schema(e) for e in v],
         tuple if from_schema is None else lambda v: tuple(from_schema(e) for e in v),
         length,
@@ -227,7 +241,10 @@ def _classify_static(annotation: Any) -> Meaning | None:
     if _is_dtype(annotation):
         as_torch = annotation is torch.dtype
         return Meaning(
-            Kind.STATIC, "ScalarType", dtypes.normalize, (lambda v: v) if as_torch else (lambda v: dtypes.to_jax(v))
+            Kind.STATIC,
+            "ScalarType",
+            dtypes.normalize,
+            (lambda v: v) if as_torch else (lambda v: dtypes.to_jax(v)),
         )
     return None
 

@@ -1,7 +1,8 @@
 """The dtypes that torch and JAX share, and how a value crosses from one to the other.
 
 Most dtypes cross as they are: same bits, same meaning. A few exist in torch only as packed bytes
-(``float4_e2m1fn_x2`` holds two 4-bit floats); they cross by a view as ``uint8`` and a bitcast, see `PACKED`.
+(``float4_e2m1fn_x2`` holds two 4-bit floats); they cross by a view as ``uint8`` and a bitcast, see
+`PACKED`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
 """The dtypes that a TPU does not compute in; the `int64` policy of a kernel decides about them."""
 
 NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
-"""What the policy ``"narrow_checked"`` turns a wide dtype into. Floats have no entry: narrowing always rounds."""
+"""What the policy ``"narrow_checked"`` turns a wide dtype into. Floats have no entry: narrowing
+always rounds."""
 
 
 @functools.cache
@@ -117,7 +119,8 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 def normalize(value: Any) -> torch.dtype:
-    """A torch, NumPy or JAX dtype, or its name, as a torch dtype (for arguments declared as a dtype).
+    """A torch, NumPy or JAX dtype, or its name, as a torch dtype (for arguments declared as a
+    dtype).
 
     Example:
         >>> normalize(np.float32), normalize("bfloat16")

@@ -1,7 +1,8 @@
 """The JAX and Pallas front end: a Python function on `jax.Array` becomes a `KernelSpec`.
 
-Accepted are plain functions, functions under `jax.jit` or `functools.partial`, and `jax.custom_vjp` or
-`jax.custom_jvp` functions (their own derivative rules are kept, since `jax.vjp` of the function honours them).
+Accepted are plain functions, functions under `jax.jit` or `functools.partial`, and `jax.custom_vjp`
+or `jax.custom_jvp` functions (their own derivative rules are kept, since `jax.vjp` of the function
+honours them).
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def qualified_name(name: str | None, fn: Callable[..., Any], where: str) -> str:
 
 
 def from_function(
-    fn: Callable[..., Any], name: str | None, options: Options, caller_locals: Mapping[str, Any] | None = None
+    fn: Callable[..., Any],
+    name: str | None,
+    options: Options,
+    caller_locals: Mapping[str, Any] | None = None,
 ) -> KernelSpec:
     """Build the spec of a kernel written as a JAX function.
 
@@ -80,7 +84,8 @@ def from_function(
         The `KernelSpec`.
 
     Raises:
-        SignatureError: The signature or an option cannot become an operator; says which parameter and why.
+        SignatureError: The signature or an option cannot become an operator; says which parameter
+            and why.
 
     Example:
         >>> import jax
@@ -97,7 +102,9 @@ def from_function(
     inner = unwrap(fn)
     if not inspect.isfunction(inner):
         raise SignatureError(
-            f"kernel {kernel!r}: tpu_kernel decorates a Python function, got {type(inner).__name__}", where=where
+            f"kernel {kernel!r}: tpu_kernel decorates a Python function, got "
+            f"{type(inner).__name__}",
+            where=where,
         )
     resolved = resolve(inner, caller_locals, where)
     parameters = read_parameters(
@@ -109,9 +116,16 @@ def from_function(
         tunables=tunable_names(options.configs, inner),
     )
     returns = read_returns(
-        resolved.get("return", EMPTY), kernel=kernel, where=where, mutates=bool(options.mutates_args)
+        resolved.get("return", EMPTY),
+        kernel=kernel,
+        where=where,
+        mutates=bool(options.mutates_args),
     )
-    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "dynamic_args"}
+    settings = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(options)
+        if f.name != "dynamic_args"
+    }
     spec = KernelSpec(
         name=kernel,
         jax_fn=fn,
@@ -128,8 +142,8 @@ def from_function(
 def tunable_names(configs: Any, fn: Callable[..., Any]) -> tuple[str, ...]:
     """The parameters that a ``configs`` option makes the toolkit choose.
 
-    A mapping or a list of mappings names them; a function of the arguments does not, then all keyword-only
-    parameters without tensors are meant.
+    A mapping or a list of mappings names them; a function of the arguments does not, then all
+    keyword-only parameters without tensors are meant.
 
     Example:
         >>> tunable_names({"block_m": [128, 256]}, print), tunable_names(None, print)
@@ -163,31 +177,41 @@ def check_options(spec: KernelSpec, where: str) -> None:
         for name in names:
             if name not in tensors:
                 raise SignatureError(
-                    f"kernel {spec.name!r}: {option} names {name!r}, which is not a tensor parameter",
+                    f"kernel {spec.name!r}: {option} names {name!r}, which is not a tensor "
+                    "parameter",
                     where=where,
                     hint=f"tensor parameters: {', '.join(tensors) or 'none'}",
                 )
     for name in spec.mutates_args:
         if spec.parameter(name).kind not in (Kind.TENSOR, Kind.LIST):
             raise SignatureError(
-                f"kernel {spec.name!r}: mutates_args names {name!r}, but an optional argument cannot be mutated",
+                f"kernel {spec.name!r}: mutates_args names {name!r}, but an optional argument "
+                "cannot be mutated",
                 where=where,
             )
     if not spec.returns.slots and not spec.mutates_args:
         raise SignatureError(
-            f"kernel {spec.name!r} returns nothing and mutates nothing, so a compiler would drop the call",
+            f"kernel {spec.name!r} returns nothing and mutates nothing, so a compiler would drop "
+            "the call",
             where=where,
-            hint="return an array, or name the written argument: mutates_args=('out',) and return {'out': new_out}",
+            hint="return an array, or name the written argument: mutates_args=('out',) and return "
+            "{'out': new_out}",
         )
     _check_choice(spec, "int64", spec.int64, INT64_POLICIES, where)
     _check_choice(spec, "backward", spec.backward, ("jax", "recompute", "reference", None), where)
     _check_choice(spec, "vmap", spec.vmap, ("jax", None), where)
     if spec.backward == "reference" and spec.reference is None:
-        raise SignatureError(f"kernel {spec.name!r}: backward='reference' needs reference=", where=where)
+        raise SignatureError(
+            f"kernel {spec.name!r}: backward='reference' needs reference=", where=where
+        )
 
 
-def _check_choice(spec: KernelSpec, option: str, value: Any, choices: Sequence[Any], where: str) -> None:
+def _check_choice(
+    spec: KernelSpec, option: str, value: Any, choices: Sequence[Any], where: str
+) -> None:
     if value not in choices:
         raise SignatureError(
-            f"kernel {spec.name!r}: {option}={value!r} is not one of {', '.join(map(repr, choices))}", where=where
+            f"kernel {spec.name!r}: {option}={value!r} is not one of "
+            f"{', '.join(map(repr, choices))}",
+            where=where,
         )

@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 
-from tpu_kernels.dsl import annotations
-from tpu_kernels.dsl.annotations import Meaning, classify, is_tensor, optional_of, sequence_of
+from tpu_kernels.dsl.annotations import (
+    SUPPORTED,
+    Meaning,
+    classify,
+    is_tensor,
+    optional_of,
+    sequence_of,
+    tuple_args,
+)
 from tpu_kernels.dsl.spec import EMPTY, KernelSpec, Kind, Parameter, ReturnKind, Returns
 from tpu_kernels.errors import SignatureError
 
@@ -42,14 +49,20 @@ def read_parameters(
         One `Parameter` per Python parameter, in order.
 
     Raises:
-        SignatureError: A parameter has no annotation, one without meaning in a schema, or is variadic.
+        SignatureError: A parameter has no annotation, one without meaning in a schema, or is
+            variadic.
     """
     signature = inspect.signature(fn)
     parameters = []
     for p in signature.parameters.values():
         if p.name == INTERPRET:
             parameters.append(
-                Parameter(p.name, Kind.INTERPRET, "", keyword_only=p.kind is inspect.Parameter.KEYWORD_ONLY)
+                Parameter(
+                    p.name,
+                    Kind.INTERPRET,
+                    "",
+                    keyword_only=p.kind is inspect.Parameter.KEYWORD_ONLY,
+                )
             )
             continue
         if p.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
@@ -62,19 +75,24 @@ def read_parameters(
             raise SignatureError(
                 f"kernel {kernel!r}: parameter {p.name!r} has no type annotation",
                 where=where,
-                hint=f"annotate it, for example {p.name}: jax.Array; supported: {annotations.SUPPORTED}",
+                hint=f"annotate it, for example {p.name}: jax.Array; supported: {SUPPORTED}",
             )
         meaning = classify(resolved[p.name], dynamic=p.name in dynamic_args)
         if meaning is None:
+            dynamic = p.name in dynamic_args
+            problem = "cannot be dynamic" if dynamic else "no operator schema can express"
             raise SignatureError(
                 f"kernel {kernel!r}: parameter {p.name!r} is annotated {_show(resolved[p.name])}, "
-                f"which {'cannot be dynamic' if p.name in dynamic_args else 'no operator schema can express'}",
+                "which "
+                f"{problem}",
                 where=where,
                 hint="dynamic_args takes int, float and bool parameters"
                 if p.name in dynamic_args
-                else f"supported: {annotations.SUPPORTED}",
+                else f"supported: {SUPPORTED}",
             )
-        parameters.append(_parameter(p, meaning, resolved[p.name], p.name in tunables, kernel, where))
+        parameters.append(
+            _parameter(p, meaning, resolved[p.name], p.name in tunables, kernel, where)
+        )
     _check_names(parameters, dynamic_args, "dynamic_args", kernel, where)
     _check_names(parameters, tunables, "configs", kernel, where)
     return tuple(parameters)
@@ -85,22 +103,27 @@ def _parameter(
 ) -> Parameter:
     if tunable and meaning.kind is not Kind.STATIC:
         raise SignatureError(
-            f"kernel {kernel!r}: parameter {p.name!r} is tuned by configs but is {meaning.schema_type}, not a static value",
+            f"kernel {kernel!r}: parameter {p.name!r} is tuned by configs but is "
+            f"{meaning.schema_type}, not a static value",
             where=where,
         )
     default = p.default
     if default is not EMPTY and default is not None and meaning.to_schema is not None:
         try:
-            default = meaning.from_schema(meaning.to_schema(default)) if meaning.from_schema else default
+            default = (
+                meaning.from_schema(meaning.to_schema(default)) if meaning.from_schema else default
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise SignatureError(
-                f"kernel {kernel!r}: default of {p.name!r} does not fit its annotation: {error}", where=where
+                f"kernel {kernel!r}: default of {p.name!r} does not fit its annotation: {error}",
+                where=where,
             ) from error
     schema_type = meaning.schema_type
     none_is_default = not tunable and not _schema_can_write(schema_type, default)
     if none_is_default and schema_type.endswith("?"):
         raise SignatureError(
-            f"kernel {kernel!r}: the default of the optional parameter {p.name!r} cannot be written in a torch schema",
+            f"kernel {kernel!r}: the default of the optional parameter {p.name!r} cannot be "
+            "written in a torch schema",
             where=where,
             hint="use None as the default and replace it in the kernel",
         )
@@ -122,7 +145,8 @@ def _parameter(
 
 
 def _schema_can_write(schema_type: str, default: Any) -> bool:
-    """Whether torch's schema parser has a notation for this default (it has none for infinities and most lists)."""
+    """Whether torch's schema parser has a notation for this default (it has none for infinities and
+    most lists)."""
     if default is EMPTY or default is None:
         return True
     if isinstance(default, float) and not math.isfinite(default):
@@ -139,7 +163,9 @@ def _check_names(
     for name in names:
         if name not in known:
             raise SignatureError(
-                f"kernel {kernel!r}: {option} names {name!r}, but the parameters are {', '.join(known)}", where=where
+                f"kernel {kernel!r}: {option} names {name!r}, but the parameters are "
+                f"{', '.join(known)}",
+                where=where,
             )
 
 
@@ -150,7 +176,8 @@ def read_returns(annotation: Any, *, kernel: str, where: str, mutates: bool) -> 
         annotation: The resolved annotation, or `EMPTY`.
         kernel: Qualified operator name, for messages.
         where: ``file:line``, for messages.
-        mutates: Whether the kernel declares ``mutates_args`` (then a missing annotation means no outputs).
+        mutates: Whether the kernel declares ``mutates_args`` (then a missing annotation means no
+            outputs).
 
     Returns:
         The `Returns`.
@@ -169,7 +196,7 @@ def read_returns(annotation: Any, *, kernel: str, where: str, mutates: bool) -> 
         if sequence is not None and sequence[1] is None and is_tensor(sequence[0]):
             slots.append(ReturnKind.LIST)
             return len(slots) - 1
-        args = annotations.tuple_args(node)
+        args = tuple_args(node)
         if args:
             return tuple(walk(a) for a in args)
         raise SignatureError(
@@ -242,4 +269,6 @@ def _show(annotation: Any) -> str:
     """An annotation as the author wrote it."""
     plain = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
     text = str(annotation.__name__ if plain else annotation)
-    return text.replace("jax.jaxlib._jax.Array", "jax.Array").replace("jaxlib._jax.Array", "jax.Array")
+    return text.replace("jax.jaxlib._jax.Array", "jax.Array").replace(
+        "jaxlib._jax.Array", "jax.Array"
+    )

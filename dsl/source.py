@@ -1,8 +1,9 @@
 """Where a kernel comes from, and a hash of everything that decides what it computes.
 
-The hash covers the function's bytecode and constants (so comments and formatting do not count), its defaults, the
-values in its closure, the globals it reads, and in turn the functions among those. Code of installed libraries
-counts by module name and version, code of the author's own modules by content.
+The hash covers the function's bytecode and constants (so comments and formatting do not count), its
+defaults, the values in its closure, the globals it reads, and in turn the functions among those.
+Code of installed libraries counts by module name and version, code of the author's own modules by
+content.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _MAX_DEPTH = 24  # guards against pathological object graphs, far above real hel
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The plain Python function under `jax.jit`, `functools.partial` and `functools.wraps` layers."""
+    """The plain Python function under `jax.jit`, `functools.partial` and `functools.wraps`
+    layers."""
     seen: set[int] = set()
     while id(fn) not in seen:
         seen.add(id(fn))
@@ -35,7 +37,9 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
             fn = fn.func
         elif hasattr(fn, "__wrapped__"):
             fn = fn.__wrapped__
-        elif hasattr(fn, "fun") and callable(fn.fun):  # jax.custom_vjp and jax.custom_jvp keep it there
+        elif hasattr(fn, "fun") and callable(
+            fn.fun
+        ):  # jax.custom_vjp and jax.custom_jvp keep it there
             fn = fn.fun
     return fn
 
@@ -44,7 +48,8 @@ def locate(fn: Callable[..., Any]) -> Source:
     """File, line and content hash of a kernel function.
 
     Args:
-        fn: The author's function, possibly wrapped by `jax.jit`, `functools.partial` or a custom derivative.
+        fn: The author's function, possibly wrapped by `jax.jit`, `functools.partial` or a custom
+            derivative.
 
     Returns:
         Its `Source`.
@@ -111,7 +116,9 @@ class _Walk:
         self.depth -= 1
 
     def _feed_object(self, value: Any) -> None:
-        if isinstance(getattr(value, "spec", None), KernelSpec):  # a kernel that calls another kernel
+        if isinstance(
+            getattr(value, "spec", None), KernelSpec
+        ):  # a kernel that calls another kernel
             self.write("kernel", value.spec.name, value.spec.source.digest)
         elif isinstance(value, types.FunctionType):
             self._feed_function(value)
@@ -177,7 +184,14 @@ class _Walk:
             self.write("empty cell")
 
     def _feed_code(self, code: types.CodeType) -> None:
-        self.write("code", code.co_code, code.co_names, code.co_varnames, code.co_argcount, code.co_kwonlyargcount)
+        self.write(
+            "code",
+            code.co_code,
+            code.co_names,
+            code.co_varnames,
+            code.co_argcount,
+            code.co_kwonlyargcount,
+        )
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._feed_code(constant)
@@ -196,8 +210,18 @@ class _Walk:
     def _feed_class(self, cls: type) -> None:
         self.write("class", cls.__module__, cls.__qualname__)
         if _library(cls.__module__) is None:
-            members = {k: v for k, v in vars(cls).items() if isinstance(v, (types.FunctionType, int, float, str, tuple))}
-            self.feed({k: v for k, v in members.items() if k not in ("__module__", "__doc__", "__qualname__")})
+            members = {
+                k: v
+                for k, v in vars(cls).items()
+                if isinstance(v, (types.FunctionType, int, float, str, tuple))
+            }
+            self.feed(
+                {
+                    k: v
+                    for k, v in members.items()
+                    if k not in ("__module__", "__doc__", "__qualname__")
+                }
+            )
 
     def _feed_array(self, value: Any) -> bool:
         if isinstance(value, np.dtype):
@@ -217,7 +241,11 @@ class _Walk:
     def _feed_wrapper(self, value: Any) -> None:
         self.write("wrapper", type(value).__qualname__)
         self.feed(getattr(value, "__wrapped__", None) or value.fun)
-        for name in ("fwd", "bwd", "jvp"):  # the derivative rules of jax.custom_vjp and jax.custom_jvp
+        for name in (
+            "fwd",
+            "bwd",
+            "jvp",
+        ):  # the derivative rules of jax.custom_vjp and jax.custom_jvp
             self.feed(getattr(value, name, None))
 
     def _feed_instance(self, value: Any) -> None:
@@ -249,7 +277,8 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 @functools.cache
 def _library(module_name: str | None) -> str | None:
-    """Version text of the library that a module belongs to, or None for the author's own modules."""
+    """Version text of the library that a module belongs to, or None for the author's own
+    modules."""
     top = (module_name or "").split(".")[0]
     if not top or top in ("__main__", "__mp_main__"):
         return None
@@ -257,7 +286,10 @@ def _library(module_name: str | None) -> str | None:
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return f"python{sys.version_info[0]}.{sys.version_info[1]}"
     file = os.path.realpath(getattr(module, "__file__", None) or "")
-    if f"{os.sep}site-packages{os.sep}" not in file and f"{os.sep}dist-packages{os.sep}" not in file:
+    if (
+        f"{os.sep}site-packages{os.sep}" not in file
+        and f"{os.sep}dist-packages{os.sep}" not in file
+    ):
         return None
     try:
         return importlib.metadata.version(top)

@@ -1,7 +1,8 @@
 """`KernelSpec`: everything known of a kernel, independent of the language that it was written in.
 
-A front end (`tpu_kernels.dsl.jax_frontend`, a Helion front end, ...) returns one; every layer above works on it
-alone. Adding a language to the toolkit means writing one function that returns a `KernelSpec`.
+A front end (`tpu_kernels.dsl.jax_frontend`, a Helion front end, ...) returns one; every layer above
+works on it alone. Adding a language to the toolkit means writing one function that returns a
+`KernelSpec`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Kind(enum.Enum):
     HOLEY_LIST = "Tensor?[]"
     OPTIONAL_LIST = "Tensor[]?"
     STATIC = "static"  # a Python value that the traced program is specialised for
-    DYNAMIC = "dynamic"  # a number that enters the program as a 0-d array: one program for all values
+    DYNAMIC = (
+        "dynamic"  # a number that enters the program as a 0-d array: one program for all values
+    )
     INTERPRET = "interpret"  # filled in by the toolkit; not part of the operator
 
     def __init__(self, schema_type: str) -> None:
@@ -44,10 +47,13 @@ class Parameter:
         default: The Python default, or `EMPTY`.
         keyword_only: Whether it can be passed by keyword only.
         length: For fixed-length tuples (and tuples of tensors) the required number of elements.
-        to_schema: Turns what a caller passed into what the schema takes (an Enum member into its name).
-        from_schema: Turns what the dispatcher passed into what the kernel takes (a list into a tuple).
+        to_schema: Turns what a caller passed into what the schema takes (an Enum member into its
+            name).
+        from_schema: Turns what the dispatcher passed into what the kernel takes (a list into a
+            tuple).
         tunable: Whether the toolkit chooses a value when the caller passes none.
-        none_is_default: Whether None in the schema stands for the Python default, which a schema cannot write.
+        none_is_default: Whether None in the schema stands for the Python default, which a schema
+            cannot write.
         annotation: The resolved Python annotation, for messages.
     """
 
@@ -106,7 +112,11 @@ class Returns:
                 flat.append(part)
                 return
             if not isinstance(part, (tuple, list)) or len(part) != len(node):
-                got = f"{len(part)} values" if isinstance(part, (tuple, list)) else type(part).__name__
+                got = (
+                    f"{len(part)} values"
+                    if isinstance(part, (tuple, list))
+                    else type(part).__name__
+                )
                 raise ValueError(f"result{path} should be a tuple of {len(node)} values, got {got}")
             for i, child in enumerate(node):
                 walk(child, part[i], f"{path}[{i}]")
@@ -114,7 +124,9 @@ class Returns:
         if self.structure is not None:
             walk(self.structure, value, "")
         elif value is not None:
-            raise ValueError(f"the kernel is annotated to return nothing, got {type(value).__name__}")
+            raise ValueError(
+                f"the kernel is annotated to return nothing, got {type(value).__name__}"
+            )
         return flat
 
     def unflatten(self, flat: Sequence[Any]) -> Any:
@@ -144,7 +156,8 @@ class Source:
         line: First line of the definition.
         module: Name of the defining module.
         qualname: Qualified name of the function.
-        digest: Hash of everything that decides what the kernel computes: code, closure values, helper functions.
+        digest: Hash of everything that decides what the kernel computes: code, closure values,
+            helper functions.
     """
 
     file: str
@@ -210,7 +223,8 @@ class KernelSpec:
 
     @property
     def op_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that the operator has, in schema order (positional before keyword-only)."""
+        """The parameters that the operator has, in schema order (positional before
+        keyword-only)."""
         visible = [p for p in self.parameters if p.kind is not Kind.INTERPRET]
         return tuple(sorted(visible, key=lambda p: p.keyword_only))
 
@@ -235,7 +249,8 @@ class KernelSpec:
         """Call the JAX function with values by name.
 
         Args:
-            values: A value for every operator parameter: arrays, lists of arrays, static Python values.
+            values: A value for every operator parameter: arrays, lists of arrays, static Python
+                values.
             interpret: What a parameter called ``interpret`` receives.
 
         Returns:
@@ -265,7 +280,8 @@ class KernelSpec:
         if not isinstance(mutated, Mapping) or set(mutated) != set(self.mutates_args):
             wanted = "{" + ", ".join(f"{n!r}: new_{n}" for n in self.mutates_args) + "}"
             raise ValueError(
-                f"a kernel with mutates_args must return {wanted}, or (outputs, {wanted}); got {_shape_of(result)}"
+                f"a kernel with mutates_args must return {wanted}, or (outputs, {wanted}); got "
+                f"{_shape_of(result)}"
             )
         return outputs, dict(mutated)
 

@@ -1,19 +1,22 @@
-"""Gradients of an operator: reverse mode, forward mode, higher orders, and transforms of `torch.func`.
+"""Gradients of an operator: reverse mode, forward mode, higher orders, and transforms of
+`torch.func`.
 
-The Autograd kernel is written here instead of with `torch.library.register_autograd`, which raises under
-`torch.func.grad`, returns zero tangents under `torch.func.jvp` and costs more than twice as much per call.
+The Autograd kernel is written here instead of with `torch.library.register_autograd`, which raises
+under `torch.func.grad`, returns zero tangents under `torch.func.jvp` and costs more than twice as
+much per call.
 
-The derived backward is `jax.vjp` of the kernel's own function. Its forward operator returns the outputs and the
-residuals, that is every leaf of JAX's vjp closure that is not an input; the backward operator traces the vjp
-anew, puts the saved residuals in place of the traced ones, and XLA drops the forward that then is dead code. So no
-closure has to be carried from one program to the other, and both are ordinary operators, visible to compilers.
+The derived backward is `jax.vjp` of the kernel's own function. Its forward operator returns the
+outputs and the residuals, that is every leaf of JAX's vjp closure that is not an input; the
+backward operator traces the vjp anew, puts the saved residuals in place of the traced ones, and XLA
+drops the forward that then is dead code. So no closure has to be carried from one program to the
+other, and both are ordinary operators, visible to compilers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,20 +28,21 @@ from tpu_kernels.registry.derivatives import Derivatives
 from tpu_kernels.registry.layout import ONE, Layout, join, split
 from tpu_kernels.registry.operator import Operator, results_of, signature_source
 
-
 forward_level = _compat_torch.forward_ad_level_reader()
 
 
-class Rule:
-    """How one operator is differentiated: what a forward saves, and what a backward does with it."""
+class Rule(Protocol):
+    """How one operator is differentiated: what a forward saves, what a backward makes of it."""
+
+    wants_outputs: bool
 
     def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """Result slots and extra tensors to save; called below autograd."""
-        raise NotImplementedError
 
-    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+    def backward(
+        self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
+    ) -> Sequence[Any]:
         """A gradient, or None, for each flat input that needs one."""
-        raise NotImplementedError
 
 
 class Run:
@@ -65,7 +69,9 @@ class Run:
 
     def arguments(self) -> list[Any]:
         """The operator's arguments in schema order."""
-        return join(self.autograd.operator.definition.parameters, self.layout, self.inputs, self.dynamics)
+        return join(
+            self.autograd.operator.definition.parameters, self.layout, self.inputs, self.dynamics
+        )
 
     def call_operator(self) -> list[Any]:
         """Run the operator itself (below autograd) and return its result slots."""
@@ -111,7 +117,9 @@ class Autograd:
         spec: The kernel, if its reference is to be differentiated.
     """
 
-    def __init__(self, operator: Operator, policy: str | None, spec: KernelSpec | None = None) -> None:
+    def __init__(
+        self, operator: Operator, policy: str | None, spec: KernelSpec | None = None
+    ) -> None:
         self.operator = operator
         self.policy = policy
         self.derivatives = Derivatives(operator, save_residuals=policy != "recompute")
@@ -119,7 +127,8 @@ class Autograd:
         if policy == "reference" and spec is not None:
             self.rule = custom_backward.ReferenceRule(spec)
         parameters = operator.definition.parameters
-        # Answers for distributed tensors, NotImplemented for others; set once `torch.distributed.tensor` is in use.
+        # Answers for distributed tensors, NotImplemented for others; set once
+        # `torch.distributed.tensor` is in use.
         self.distributed: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
         self._plain: Layout | None = None
         if all(p.kind is Kind.TENSOR and not p.keyword_only for p in parameters):
@@ -131,8 +140,11 @@ class Autograd:
         """Differentiate by a user's ``fn(grad, <inputs by name>)``."""
         self.rule = custom_backward.UserRule(fn, spec)
 
-    def use_context_style(self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None) -> None:
-        """Differentiate by a user's ``backward(ctx, *grads)`` and ``setup_context(ctx, inputs, output)``."""
+    def use_context_style(
+        self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+    ) -> None:
+        """Differentiate by a user's ``backward(ctx, *grads)`` and ``setup_context(ctx, inputs,
+        output)``."""
         self.rule = custom_backward.ContextRule(backward, setup_context)
 
     def destroy(self) -> None:
@@ -140,7 +152,8 @@ class Autograd:
         self.derivatives.destroy()
 
     def _kernel(self, function: type) -> Callable[..., Any]:
-        """The function that torch's dispatcher calls; generated, since it stands in the way of every call."""
+        """The function that torch's dispatcher calls; generated, since it stands in the way of
+        every call."""
         operator = self.operator
         definition = operator.definition
         env: dict[str, Any] = {
@@ -155,11 +168,12 @@ class Autograd:
         signature, passed = signature_source(definition, env)
         tensors = [p for p in definition.parameters if p.kind.is_tensor]
         needs = " or ".join(
-            f"{p.name}.requires_grad" if p.kind is Kind.TENSOR else f"_any({p.name})" for p in tensors
+            f"{p.name}.requires_grad" if p.kind is Kind.TENSOR else f"_any({p.name})"
+            for p in tensors
         )
         source = f"""
 def kernel(_keyset, {signature}):
-    if (_grad_enabled() and ({needs or 'False'})) or _forward_level() >= 0:
+    if (_grad_enabled() and ({needs or "False"})) or _forward_level() >= 0:
         return _differentiate({passed})
     _implementation = _direct(_keyset.raw_repr())
     if _implementation is not None:
@@ -177,14 +191,16 @@ def kernel(_keyset, {signature}):
         definition = self.operator.definition
         if definition.donated:
             raise ArgumentError(
-                f"kernel {definition.kernel!r}: argument {definition.donated[0]!r} is donated, but an argument requires "
+                f"kernel {definition.kernel!r}: argument {definition.donated[0]!r} is donated, "
+                "but an argument requires "
                 "a gradient, so that autograd keeps all of them",
                 where=definition.where,
                 hint="call it under torch.no_grad()",
             )
         tensors: Sequence[Any]
         if self._plain is not None:  # nothing but tensors: the common case
-            layout, tensors, dynamics = self._plain, args, []
+            layout, tensors = self._plain, args
+            dynamics: list[Any] = []
         else:
             arguments = self.operator.arguments(args, kwargs)
             layout, tensors, dynamics = split(self.operator.definition.parameters, arguments)
@@ -199,54 +215,77 @@ def _any_needs_grad(argument: Any) -> bool:
     return argument is not None and any(t is not None and t.requires_grad for t in argument)
 
 
-def positional_and_keyword(operator: Operator, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def positional_and_keyword(
+    operator: Operator, arguments: Sequence[Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments in schema order as the dispatcher wants them."""
     parameters = operator.definition.parameters
     pairs = list(zip(parameters, arguments, strict=True))
-    return [a for p, a in pairs if not p.keyword_only], {p.name: a for p, a in pairs if p.keyword_only}
+    return [a for p, a in pairs if not p.keyword_only], {
+        p.name: a for p, a in pairs if p.keyword_only
+    }
 
 
-class JaxRule(Rule):
+class JaxRule:
     """Reverse mode by `jax.vjp` of the operator's own program."""
+
+    wants_outputs = False
 
     def __init__(self, derivatives: Derivatives) -> None:
         self.derivatives = derivatives
 
     def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Outputs and residuals; without residuals where a transform wants to differentiate again."""
+        """Outputs and residuals; without residuals where a transform wants to differentiate
+        again."""
         plain = _compat_torch.functorch_active() or forward_level() >= 0
-        saves = self.derivatives.save_residuals and not plain and not run.autograd.operator.definition.mutated
+        saves = (
+            self.derivatives.save_residuals
+            and not plain
+            and not run.autograd.operator.definition.mutated
+        )
         if not saves or not self.derivatives.differentiable(run.layout, run.inputs, run.needs):
             return run.call_operator(), ()
         return self.derivatives.forward(run.layout, run.inputs, run.dynamics, run.needs)
 
-    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+    def backward(
+        self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
+    ) -> Sequence[Any]:
         """Gradients by the backward operator."""
-        again = torch.is_grad_enabled()  # create_graph=True: the backward itself is differentiated, by recomputing
+        again = (
+            torch.is_grad_enabled()
+        )  # create_graph=True: the backward itself is differentiated, by recomputing
         residuals = () if again else saved
-        return self.derivatives.backward(run.layout, run.inputs, run.dynamics, residuals, grads, run.needs)
+        return self.derivatives.backward(
+            run.layout, run.inputs, run.dynamics, residuals, grads, run.needs
+        )
 
 
-class NoRule(Rule):
+class NoRule:
     """A kernel without backward: says so when a gradient is asked for, never drops one."""
+
+    wants_outputs = False
 
     def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """Outputs alone."""
         return run.call_operator(), ()
 
-    def backward(self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]) -> Sequence[Any]:
+    def backward(
+        self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
+    ) -> Sequence[Any]:
         """Always raises."""
         definition = run.autograd.operator.definition
         raise MissingBackwardError(
             f"kernel {definition.kernel!r} has no backward",
             where=definition.where,
-            hint="define one with @kernel.backward, or pass backward='jax' if JAX can differentiate the kernel",
+            hint="define one with @kernel.backward, or pass backward='jax' if JAX can "
+            "differentiate the kernel",
         )
 
 
 @functools.cache
 def operator_function() -> type:
-    """The autograd function that all operators share; made on demand because its base class is private to torch."""
+    """The autograd function that all operators share; made on demand because its base class is
+    private to torch."""
     base: Any = _compat_torch.single_level_function()
 
     class OperatorFunction(base):  # type: ignore[misc]
@@ -259,12 +298,14 @@ def operator_function() -> type:
             with _compat_torch.below_autograd(), _compat_torch.outer_levels_differentiate():
                 slots, residuals = run.autograd.rule.forward(run)
             flat = run.flatten_results(slots)
-            kept = flat if getattr(run.autograd.rule, "wants_outputs", False) else []
+            kept = flat if run.autograd.rule.wants_outputs else []
             ctx.run = run
             run.saved_residuals = len(residuals)
             ctx.save_for_backward(*tensors, *residuals, *kept)
             ctx.save_for_forward(*tensors)
-            ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
+            ctx.mark_non_differentiable(
+                *(t for t in flat if not (t.is_floating_point() or t.is_complex()))
+            )
             run.inputs = ()
             return flat[0] if len(flat) == 1 else tuple(flat)
 
@@ -277,7 +318,11 @@ def operator_function() -> type:
             run.needs = list(ctx.needs_input_grad[1:])
             run.outputs = saved[count + run.saved_residuals :]
             try:
-                wanted = iter(run.autograd.rule.backward(run, saved[count : count + run.saved_residuals], grads))
+                wanted = iter(
+                    run.autograd.rule.backward(
+                        run, saved[count : count + run.saved_residuals], grads
+                    )
+                )
             finally:
                 run.inputs = run.outputs = ()
             return (None, *(next(wanted) if need else None for need in run.needs))
@@ -286,7 +331,9 @@ def operator_function() -> type:
         def jvp(ctx: Any, *tangents: Any) -> Any:
             run: Run = ctx.run
             inputs = ctx.saved_tensors[: run.layout.count]
-            result = run.autograd.derivatives.tangents(run.layout, inputs, run.dynamics, tangents[1:])
+            result = run.autograd.derivatives.tangents(
+                run.layout, inputs, run.dynamics, tangents[1:]
+            )
             return result[0] if len(result) == 1 else tuple(result)
 
     return OperatorFunction

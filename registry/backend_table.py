@@ -1,7 +1,7 @@
 """The backends that operators get implementations from.
 
-A backend may arrive after the operators (the simulated device is installed on first use) and an operator after the
-backends; both directions meet here.
+A backend may arrive after the operators (the simulated device is installed on first use) and an
+operator after the backends; both directions meet here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Batching (`torch.vmap`) of an operator by `jax.vmap` of its program: one launch for the whole batch."""
+"""Batching (`torch.vmap`) of an operator by `jax.vmap` of its program: one launch for the whole
+batch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from tpu_kernels.dsl.spec import ReturnKind
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry.engine import Engine
-from tpu_kernels.registry.layout import fill, split
+from tpu_kernels.registry.layout import fill
 from tpu_kernels.registry.operator import Body, Call, Operator
 from tpu_kernels.registry.programs import flat_outputs
 
@@ -48,11 +49,11 @@ class Batching:
         definition = self.operator.definition
         if definition.mutated:
             raise KernelError(
-                f"kernel {definition.kernel!r} writes to its arguments and cannot be vmapped", where=definition.where
+                f"kernel {definition.kernel!r} writes to its arguments and cannot be vmapped",
+                where=definition.where,
             )
         arguments = self.operator.arguments(args, kwargs)
         dims = [*in_dims, *([None] * (len(arguments) - len(in_dims)))]
-        layout, _, _ = split(definition.parameters, arguments)
         flat_dims: list[int | None] = []
         for p, argument, dim in zip(definition.parameters, arguments, dims, strict=True):
             if not p.kind.is_tensor or argument is None:
@@ -62,9 +63,14 @@ class Batching:
                 flat_dims.extend(d for a, d in zip(argument, each, strict=True) if a is not None)
             else:
                 flat_dims.append(dim)
-        child = self._child(tuple(flat_dims), info.batch_size if all(d is None for d in flat_dims) else None)
+        child = self._child(
+            tuple(flat_dims), info.batch_size if all(d is None for d in flat_dims) else None
+        )
         result = child.op(*arguments)
-        out_dims = [[0] * len(r) if isinstance(r, (list, tuple)) else None if r is None else 0 for r in _slots(result, definition.returns)]
+        out_dims = [
+            [0] * len(r) if isinstance(r, (list, tuple)) else None if r is None else 0
+            for r in _slots(result, definition.returns)
+        ]
         return result, out_dims[0] if len(out_dims) == 1 else tuple(out_dims)
 
     def _child(self, dims: tuple[int | None, ...], axis_size: int | None) -> Operator:
@@ -74,7 +80,9 @@ class Batching:
                 self._children[key] = self._make(dims, axis_size)
             return self._children[key][0]
 
-    def _make(self, dims: tuple[int | None, ...], axis_size: int | None) -> tuple[Operator, Any, Batching]:
+    def _make(
+        self, dims: tuple[int | None, ...], axis_size: int | None
+    ) -> tuple[Operator, Any, Batching]:
         from tpu_kernels.registry.autograd import Autograd
         from tpu_kernels.registry.derivatives import derived_operator
 
@@ -89,13 +97,19 @@ class Batching:
 
 
 def _batched_body(
-    operator: Operator, call: Call, engine: Engine, dims: Sequence[int | None], axis_size: int | None
+    operator: Operator,
+    call: Call,
+    engine: Engine,
+    dims: Sequence[int | None],
+    axis_size: int | None,
 ) -> Body:
     import jax
 
     base = operator.definition
     avals = tuple(
-        jax.ShapeDtypeStruct(tuple(s for i, s in enumerate(a.shape) if i != d), a.dtype) if d is not None else a
+        jax.ShapeDtypeStruct(tuple(s for i, s in enumerate(a.shape) if i != d), a.dtype)
+        if d is not None
+        else a
         for a, d in zip(call.avals, dims, strict=True)
     )
     run = base.program(Call(call.layout, avals), engine)

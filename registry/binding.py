@@ -62,10 +62,12 @@ class Bound:
         return self.kernel.choices.request(self.call, self.static, target)
 
     def function(self, interpret: Any = False, target: str | None = None) -> Callable[..., Any]:
-        """The kernel as a JAX function of its flat arrays alone; static values and configuration are fixed.
+        """The kernel as a JAX function of its flat arrays alone; static values and configuration
+        are fixed.
 
         Args:
-            interpret: False to lower Pallas calls for a TPU, True (or `pltpu.InterpretParams`) to interpret them.
+            interpret: False to lower Pallas calls for a TPU, True (or `pltpu.InterpretParams`) to
+                interpret them.
             target: Chip whose configuration applies; the simulated chip by default.
 
         Returns:
@@ -73,7 +75,9 @@ class Bound:
         """
         definition = self.kernel.operator.definition
         engine = Engine(
-            interpret=interpret, x64=definition.int64 == "exact", target=target or settings().sim_chip
+            interpret=interpret,
+            x64=definition.int64 == "exact",
+            target=target or settings().sim_chip,
         )
         flat = flat_function(definition, self.call, engine, self.dynamics)
 
@@ -85,7 +89,9 @@ class Bound:
         return function
 
 
-def bind(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], config: Mapping[str, Any] | None) -> Bound:
+def bind(
+    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], config: Mapping[str, Any] | None
+) -> Bound:
     """Bind arguments to a kernel; see `Kernel.bind`."""
     spec = kernel.spec
     parameters = spec.op_parameters
@@ -94,7 +100,9 @@ def bind(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], config: 
     named = {k: v for k, v in kwargs.items() if k not in config}
     try:
         # What the config supplies need not be passed, whatever the author's signature says.
-        bound = inspect.Signature([p for p in _signature(kernel) if p.name not in config]).bind(*args, **named)
+        bound = inspect.Signature([p for p in _signature(kernel) if p.name not in config]).bind(
+            *args, **named
+        )
     except TypeError as error:
         raise ArgumentError(f"kernel {spec.name!r}: {error}", where=str(spec.source)) from error
     bound.apply_defaults()
@@ -102,7 +110,9 @@ def bind(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], config: 
     arguments = []
     for p in parameters:
         value = values[p.name]
-        arguments.append(value if p.kind.is_tensor and p.to_schema is None else make_converter(spec, p)(value))
+        arguments.append(
+            value if p.kind.is_tensor and p.to_schema is None else make_converter(spec, p)(value)
+        )
     layout, tensors, dynamics = split(parameters, arguments)
     _check_tensors(kernel, tensors)
     kernel.operator.check_dtypes(layout, tensors)

@@ -6,8 +6,8 @@ with its functions, pickled by value. A lowered program instead of code would fi
 Pallas grids are numbers.
 
 A bundle is a zip archive: ``manifest.json`` (versions; for each kernel its name, schema, source
-digest, and the hash of its payload) and one payload per kernel. **Loading runs code of the file**, as
-`torch.load(weights_only=False)` does: load only what you trust, or pass the digest that
+digest, and the hash of its payload) and one payload per kernel. **Loading runs code of the file**,
+as `torch.load(weights_only=False)` does: load only what you trust, or pass the digest that
 `save_bundle` returned.
 """
 
@@ -214,7 +214,8 @@ def _dumps(kernel: Kernel) -> tuple[bytes, list[Kernel]]:
 
 @contextlib.contextmanager
 def _by_value(kernel_module: str) -> Iterator[None]:
-    """A scope in which the code of a kernel's package and of uninstalled modules is pickled whole."""
+    """A scope in which the code of a kernel's package and of uninstalled modules is pickled
+    whole."""
     import cloudpickle
 
     top = kernel_module.partition(".")[0]
@@ -360,7 +361,8 @@ def _read(content: bytes, file: str) -> tuple[Manifest, dict[str, bytes]]:
         if raw["format"] != FORMAT:
             raise BundleError(
                 f"bundle {file!r} has format {raw['format']}, this version reads format {FORMAT}",
-                hint=f"it was written by tpu_kernels {raw.get('tpu_kernels')}, this is {__version__}",
+                hint=f"it was written by tpu_kernels {raw.get('tpu_kernels')}, this is "
+                f"{__version__}",
             )
         kernels = tuple(BundledKernel(**entry) for entry in raw["kernels"])
         versions = {name: str(raw[name]) for name in ("tpu_kernels", "python", "jax", "torch")}

@@ -1,8 +1,8 @@
 """The function behind ``kernel(...)``: the author's signature in front of the operator.
 
-It is generated once per kernel, so that a call costs one Python frame: arguments that the operator takes as they are
-pass through, the others (enums, tuples, dtypes, numbers that must not be tensors) are checked and converted.
-`torch.compile` traces through it.
+It is generated once per kernel, so that a call costs one Python frame: arguments that the operator
+takes as they are pass through, the others (enums, tuples, dtypes, numbers that must not be tensors)
+are checked and converted. `torch.compile` traces through it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def make_caller(spec: KernelSpec, op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_converter(spec: KernelSpec, p: Parameter) -> Callable[[Any], Any]:
-    """A function that checks a caller's value of one parameter and turns it into what the schema takes."""
+    """A function that checks a caller's value of one parameter and turns it into what the schema
+    takes."""
     optional = p.schema_type.endswith("?") or p.kind is Kind.OPTIONAL_LIST
     accepted = _SCALARS.get(p.schema_type.rstrip("?"))
     to_schema = p.to_schema
@@ -77,7 +78,8 @@ def make_converter(spec: KernelSpec, p: Parameter) -> Callable[[Any], Any]:
             raise refuse(spec, p, value) from error
         if p.length is not None and len(value) != p.length:
             raise ArgumentError(
-                f"kernel {spec.name!r}: argument {p.name!r}: expected {p.length} values, got {len(value)}",
+                f"kernel {spec.name!r}: argument {p.name!r}: expected {p.length} values, got "
+                f"{len(value)}",
                 where=str(spec.source),
             )
         return value
@@ -90,7 +92,9 @@ def refuse(spec: KernelSpec, p: Parameter, value: Any) -> ArgumentError:
     hint = None
     if isinstance(value, torch.Tensor) and p.kind in (Kind.STATIC, Kind.DYNAMIC):
         hint = f"pass {p.name}.item(), or annotate the parameter as jax.Array to take tensors"
-    shown = f"{type(value).__name__} {value!r}" if not isinstance(value, torch.Tensor) else "a tensor"
+    shown = (
+        f"{type(value).__name__} {value!r}" if not isinstance(value, torch.Tensor) else "a tensor"
+    )
     return ArgumentError(
         f"kernel {spec.name!r}: argument {p.name!r} takes {annotation_text(p)}, got {shown}",
         where=str(spec.source),

@@ -19,9 +19,9 @@ from tpu_kernels.registry.operator import Call
 class Choices:
     """Chooses values for what a call leaves open.
 
-    Open are the kernel's declared tunables that the caller left out. Other keyword-only parameters stay at their
-    declared default unless somebody tuned exactly them: then a caller's value that equals the default counts as
-    "left out" too.
+    Open are the kernel's declared tunables that the caller left out. Other keyword-only parameters
+    stay at their declared default unless somebody tuned exactly them: then a caller's value that
+    equals the default counts as "left out" too.
 
     Args:
         spec: The kernel.
@@ -56,13 +56,19 @@ class Choices:
         explicit = {n: statics[n] for n in self.declared if statics.get(n) is not None}
         open_names = [n for n in self.declared if n not in explicit]
         adjustable = [
-            n for n in self.adjustable if n in statics and statics[n] == self.spec.parameter(n).default
+            n
+            for n in self.adjustable
+            if n in statics and statics[n] == self.spec.parameter(n).default
         ]
         found = self._find(call, statics, target) if open_names or adjustable else None
         if found is not None:
             known = {k: v for k, v in found.config.items() if k in open_names or k in adjustable}
             if known:
-                values = {**{n: self.declared[n] for n in open_names}, **explicit, **self._typed(known)}
+                values = {
+                    **{n: self.declared[n] for n in open_names},
+                    **explicit,
+                    **self._typed(known),
+                }
                 return ConfigChoice(values, found.provenance, found.reason)
         if not open_names:
             return ConfigChoice(explicit, "explicit" if explicit else "default", "")
@@ -83,14 +89,17 @@ class Choices:
                 values[name] = first
             else:
                 values[name] = p.default
-        return ConfigChoice(values, "default", "nothing is tuned for this call; these are the declared defaults")
+        return ConfigChoice(
+            values, "default", "nothing is tuned for this call; these are the declared defaults"
+        )
 
     def _first_candidate(self, name: str) -> Any:
         configs = self.spec.configs
         if isinstance(configs, Mapping):
             return next(iter(configs.get(name, ())), None)
         if isinstance(configs, (list, tuple)) and configs:
-            return getattr(configs[0], "config", configs[0]).get(name)
+            first: Any = getattr(configs[0], "config", configs[0])
+            return first.get(name)
         return None
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +128,8 @@ class Choices:
     def _bucket(self, call: Call) -> Any:
         if self.spec.bucket is None:
             return None
-        with contextlib.suppress(TypeError):  # a bucket function of fewer arguments than the call has tensors
+        with contextlib.suppress(
+            TypeError
+        ):  # a bucket function of fewer arguments than the call has tensors
             return self.spec.bucket(*call.avals)
         return None

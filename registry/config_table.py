@@ -1,7 +1,7 @@
 """Where configurations of kernels come from: sources asked in order, and why one was chosen.
 
-The registry knows nothing of tuning. The tuning layer adds its sources here (tuned for exactly this call, nearest
-bucket, shipped table); a kernel's own heuristic and its declared defaults come last.
+The registry knows nothing of tuning. The tuning layer adds its sources here (tuned for exactly this
+call, nearest bucket, shipped table); a kernel's own heuristic and its declared defaults come last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ConfigChoice:
 
     Attributes:
         config: Value by parameter name.
-        provenance: ``"explicit"``, ``"tuned"``, ``"bucket"``, ``"shipped"``, ``"heuristic"`` or ``"default"``.
+        provenance: ``"explicit"``, ``"tuned"``, ``"bucket"``, ``"shipped"``, ``"heuristic"`` or
+            ``"default"``.
         reason: One sentence on why this one, and why nothing better was found.
     """
 

@@ -63,22 +63,25 @@ def tpu_kernel(
     """Turn a JAX or Pallas function into a complete torch operator.
 
     Args:
-        name: ``"namespace::op"``; the function's own name in namespace ``tpu`` by default. The decorator can also
-            be used bare.
-        mutates_args: Tensor arguments that the operator writes to. The function stays pure: it returns
-            ``{argument: new value}``, or ``(outputs, {argument: new value})``.
-        donate_args: Tensor arguments whose memory the operator may reuse; callers must not touch them again.
+        name: ``"namespace::op"``; the function's own name in namespace ``tpu`` by default. The
+            decorator can also be used bare.
+        mutates_args: Tensor arguments that the operator writes to. The function stays pure: it
+            returns ``{argument: new value}``, or ``(outputs, {argument: new value})``.
+        donate_args: Tensor arguments whose memory the operator may reuse; callers must not touch
+            them again.
         dynamic_args: Numbers that enter as 0-d arrays: one program for all values.
-        backward: ``"jax"`` differentiates the function with `jax.vjp` and saves residuals, ``"recompute"`` computes
-            them again in the backward, ``"reference"`` differentiates the reference, None is no backward.
-            `Kernel.backward` defines one by hand.
+        backward: ``"jax"`` differentiates the function with `jax.vjp` and saves residuals,
+            ``"recompute"`` computes them again in the backward, ``"reference"`` differentiates the
+            reference, None is no backward. `Kernel.backward` defines one by hand.
         vmap: ``"jax"`` batches with `jax.vmap`; None leaves it to torch's loop.
         autocast: dtype that floating inputs are cast to under `torch.autocast`.
         sharding: How the operator is distributed, an einsum-like string.
-        int64: Policy for 64-bit inputs: None refuses them, ``"narrow_checked"`` passes integers that fit as 32 bits
-            and widens declared 64-bit outputs back, ``"exact"`` computes in 64 bits.
+        int64: Policy for 64-bit inputs: None refuses them, ``"narrow_checked"`` passes integers
+            that fit as 32 bits and widens declared 64-bit outputs back, ``"exact"`` computes in 64
+            bits.
         flops: ``flops(*shapes)`` for torch's FLOP counter.
-        configs: The tunable parameters and their candidates: a dict of lists, a list of dicts, or a function.
+        configs: The tunable parameters and their candidates: a dict of lists, a list of dicts, or a
+            function.
         constraints: Predicate that a configuration must satisfy.
         bucket: Maps the arguments to a key under which tuned configurations are shared.
         reference: A torch function that computes the same; used for checks and for empty inputs.
@@ -90,7 +93,8 @@ def tpu_kernel(
         A `Kernel`.
 
     Raises:
-        SignatureError: The signature cannot become a schema; says which parameter, where, and what is supported.
+        SignatureError: The signature cannot become a schema; says which parameter, where, and what
+            is supported.
         NameClashError: Another place defines a kernel of this name.
 
     Example:
@@ -123,6 +127,8 @@ def tpu_kernel(
 
     def decorate(fn: Callable[..., Any]) -> Kernel:
         own_name = name if isinstance(name, str) else None
-        return register(jax_frontend.from_function(fn, own_name, options, caller_locals), replace=replace)
+        return register(
+            jax_frontend.from_function(fn, own_name, options, caller_locals), replace=replace
+        )
 
     return decorate(name) if callable(name) else decorate

@@ -14,7 +14,8 @@ Program = Callable[[Call, Engine], Body]
 
 
 def _base_call(base: Definition, call: Call) -> tuple[Call, list[Any]]:
-    """The base operator's part of a derived operator's call, and the values of the further static parameters."""
+    """The base operator's part of a derived operator's call, and the values of the further static
+    parameters."""
     tensors = sum(p.kind.is_tensor for p in base.parameters)
     values = len(base.parameters) - tensors
     layout = Layout(call.layout.slots[:tensors], call.layout.values[:values])
@@ -31,8 +32,15 @@ def _flat(slots: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def _vjp(base: Definition, call: Call, engine: Engine, flat: Sequence[Any], dynamics: Sequence[Any], needs: Sequence[bool]):  # type: ignore[no-untyped-def]
-    """Slots of the base operator and JAX's vjp closure with respect to the inputs that need a gradient."""
+def _vjp(
+    base: Definition,
+    call: Call,
+    engine: Engine,
+    flat: Sequence[Any],
+    dynamics: Sequence[Any],
+    needs: Sequence[bool],
+) -> tuple[list[Any], Any]:
+    """Result slots, and JAX's vjp closure with respect to the inputs that need a gradient."""
     import jax
 
     body = base.program(call, engine)
@@ -47,12 +55,17 @@ def _vjp(base: Definition, call: Call, engine: Engine, flat: Sequence[Any], dyna
 
 
 def _residual_positions(vjp: Any, known: Sequence[Any]) -> tuple[list[Any], Any, list[int]]:
-    """Leaves of a vjp closure, its tree, and which leaves are neither inputs nor constants of the trace."""
+    """Leaves of a vjp closure, its tree, and which leaves are neither inputs nor constants of the
+    trace."""
     import jax
 
     leaves, tree = jax.tree_util.tree_flatten(vjp)
     inputs = {id(x) for x in known}
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer) and id(leaf) not in inputs]
+    positions = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.core.Tracer) and id(leaf) not in inputs
+    ]
     return leaves, tree, positions
 
 
@@ -74,7 +87,8 @@ def forward_program(base: Definition) -> Program:
 
 
 def backward_program(base: Definition) -> Program:
-    """Gradients of the inputs that need one, from inputs, residuals (none: recompute) and output gradients."""
+    """Gradients of the inputs that need one, from inputs, residuals (none: recompute) and output
+    gradients."""
 
     def program(call: Call, engine: Engine) -> Body:
         inner, (needs,) = _base_call(base, call)
@@ -103,18 +117,21 @@ def backward_program(base: Definition) -> Program:
 
 
 def _cotangents(outputs: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """A cotangent for each flat output: zeros where torch has none, float0 for integers as JAX wants it."""
+    """A cotangent for each flat output: zeros where torch has none, float0 for integers as JAX
+    wants it."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    cotangents = []
+    cotangents: list[Any] = []
     padded = [*grads, *([None] * (len(outputs) - len(grads)))]
     for output, grad in zip(outputs, padded, strict=True):
         if not jnp.issubdtype(output.dtype, jnp.inexact):
             cotangents.append(np.zeros(output.shape, jax.dtypes.float0))
         else:
-            cotangents.append(jnp.zeros(output.shape, output.dtype) if grad is None else grad.astype(output.dtype))
+            cotangents.append(
+                jnp.zeros(output.shape, output.dtype) if grad is None else grad.astype(output.dtype)
+            )
     return cotangents
 
 
@@ -142,12 +159,14 @@ def tangent_program(base: Definition) -> Program:
             def function(*all_flat: Any) -> list[Any]:
                 return flat_outputs(run(fill(inner.layout, all_flat), dynamics))
 
-            full = []
+            full: list[Any] = []
             for x, tangent in zip(flat, tangents, strict=True):
                 if not jnp.issubdtype(x.dtype, jnp.inexact):
                     full.append(np.zeros(x.shape, jax.dtypes.float0))
                 else:
-                    full.append(jnp.zeros(x.shape, x.dtype) if tangent is None else tangent.astype(x.dtype))
+                    full.append(
+                        jnp.zeros(x.shape, x.dtype) if tangent is None else tangent.astype(x.dtype)
+                    )
             outputs, out_tangents = jax.jvp(function, tuple(flat), tuple(full))
             return [
                 [

@@ -1,4 +1,5 @@
-"""The operators behind an operator's derivatives: forward with residuals, backward, tangents; made on first use."""
+"""The operators behind an operator's derivatives: forward with residuals, backward, tangents; made
+on first use."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Derivatives:
 
     Args:
         operator: What is differentiated.
-        save_residuals: Whether the forward keeps intermediate results for the backward, or the backward
-            computes them again.
+        save_residuals: Whether the forward keeps intermediate results for the backward, or the
+            backward computes them again.
     """
 
     def __init__(self, operator: Operator, *, save_residuals: bool) -> None:
@@ -39,17 +40,24 @@ class Derivatives:
         self._lock = threading.RLock()
 
     def prepare(self) -> None:
-        """Make forward and backward now: a FLOP counter knows the operators only that exist when it starts."""
+        """Make forward and backward now: a FLOP counter knows the operators only that exist when it
+        starts."""
         for which in ("fwd", "bwd"):
             self._operator(which)
 
     # ------------------------------------------------------------------ what autograd calls
-    def differentiable(self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> bool:
-        """Whether JAX can differentiate the program; if not, the reason is kept for `backward` to tell."""
+    def differentiable(
+        self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]
+    ) -> bool:
+        """Whether JAX can differentiate the program; if not, the reason is kept for `backward` to
+        tell."""
         return self._refusal(layout, inputs, needs) is None
 
-    def _refusal(self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> Exception | None:
-        # Whether a program has a derivative does not depend on sizes; dtypes and static values may decide it.
+    def _refusal(
+        self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]
+    ) -> Exception | None:
+        # Whether a program has a derivative does not depend on sizes; dtypes and static values may
+        # decide it.
         key = (layout, tuple([t.dtype for t in inputs]), tuple(needs))
         if key not in self._refusals:
             try:
@@ -61,7 +69,11 @@ class Derivatives:
         return self._refusals[key]
 
     def forward(
-        self, layout: Layout, inputs: Sequence[torch.Tensor], dynamics: Sequence[Any], needs: Sequence[bool]
+        self,
+        layout: Layout,
+        inputs: Sequence[torch.Tensor],
+        dynamics: Sequence[Any],
+        needs: Sequence[bool],
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Result slots and residuals."""
         operator = self._operator("fwd")
@@ -85,14 +97,23 @@ class Derivatives:
             raise MissingBackwardError(
                 f"kernel {definition.kernel!r}: JAX cannot differentiate it",
                 where=definition.where,
-                hint="define a backward with @kernel.backward, use jax.custom_vjp inside the kernel, or pass "
+                hint="define a backward with @kernel.backward, use jax.custom_vjp inside the "
+                "kernel, or pass "
                 "backward='reference'",
             ) from refusal
         operator = self._operator("bwd")
-        return list(self._call(operator, layout, inputs, dynamics, list(residuals), list(grads), list(needs)))
+        return list(
+            self._call(
+                operator, layout, inputs, dynamics, list(residuals), list(grads), list(needs)
+            )
+        )
 
     def tangents(
-        self, layout: Layout, inputs: Sequence[torch.Tensor], dynamics: Sequence[Any], tangents: Sequence[Any]
+        self,
+        layout: Layout,
+        inputs: Sequence[torch.Tensor],
+        dynamics: Sequence[Any],
+        tangents: Sequence[Any],
     ) -> list[torch.Tensor]:
         """Tangents of the flat outputs (forward mode)."""
         operator = self._operator("jvp")
@@ -114,11 +135,18 @@ class Derivatives:
         return join(self.operator.definition.parameters, layout, inputs, [0] * count)
 
     def _call(
-        self, operator: Operator, layout: Layout, inputs: Sequence[Any], dynamics: Sequence[Any], *more: Any
+        self,
+        operator: Operator,
+        layout: Layout,
+        inputs: Sequence[Any],
+        dynamics: Sequence[Any],
+        *more: Any,
     ) -> Any:
         if layout.only_tensors:  # nothing but tensors: the common case
             return operator.op(*inputs, *more)
-        return operator.op(*join(self.operator.definition.parameters, layout, inputs, dynamics), *more)
+        return operator.op(
+            *join(self.operator.definition.parameters, layout, inputs, dynamics), *more
+        )
 
     def _operator(self, which: str) -> Operator:
         operator = self._made.get(which)
@@ -147,7 +175,8 @@ class Derivatives:
         operator = derived_operator(self.operator, f"{base.name}__{which}", extra, returns, program)
         if base.flops is not None and which != "jvp":
             policies.register_flops(operator, base.flops, factor=2 if which == "bwd" else 1)
-        # Derivatives of derivatives: the same rules once more, by recomputation (residuals are not differentiable).
+        # Derivatives of derivatives: the same rules once more, by recomputation (residuals are not
+        # differentiable).
         autograd = Autograd(operator, "recompute")
         self._autograds.append(autograd)
         self._autograds.append(Batching(operator))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from tpu_kernels import _compat_jax
 
-_OPERATIONS = {
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "floordiv": lambda a, b: a // b,
     "mod": lambda a, b: a % b,
     "max": torch.sym_max,

@@ -1,8 +1,8 @@
 """Donated arguments: refused where they are still needed, dead after the call.
 
-On a TPU the operator may write its results into a donated argument's memory. Here nothing is reused, but the rules
-are the same, so that a program tested on CPU does not break on the chip: what would be unsafe raises before the
-launch, and a donated tensor raises on every later use.
+On a TPU the operator may write its results into a donated argument's memory. Here nothing is
+reused, but the rules are the same, so that a program tested on CPU does not break on the chip: what
+would be unsafe raises before the launch, and a donated tensor raises on every later use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kernels.errors import ArgumentError
-from tpu_kernels.registry.layout import map_tensors
+from tpu_kernels.registry.layout import tensors_of
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.operator import Operator
@@ -26,7 +26,11 @@ class DonatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuse, naming the argument and the operator that it was donated to."""
         for item in [*args, *(kwargs or {}).values()]:
@@ -35,11 +39,13 @@ class DonatedTensor(torch.Tensor):
                     raise RuntimeError(tensor.__dict__["_donated_as"])
         raise RuntimeError("a donated tensor was used")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.__dict__['_donated_as']}>"
 
 
-def guarded(operator: Operator, donated: Sequence[str], implementation: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(
+    operator: Operator, donated: Sequence[str], implementation: Callable[..., Any]
+) -> Callable[..., Any]:
     """An implementation that checks donated arguments before the launch and kills them after it.
 
     Args:
@@ -48,31 +54,39 @@ def guarded(operator: Operator, donated: Sequence[str], implementation: Callable
         implementation: What runs it.
     """
     parameters = operator.definition.parameters
-    indices = [i for i, p in enumerate(parameters) if p.name in donated]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = operator.arguments(args, kwargs)
-        everything: list[tuple[str, torch.Tensor]] = []
-        for p, argument in zip(parameters, arguments, strict=True):
-            if p.kind.is_tensor:
-                map_tensors(lambda t, name=p.name: everything.append((name, t)), argument)
-        for i in indices:
-            map_tensors(lambda t, name=parameters[i].name: _check(operator, name, t, everything), arguments[i])
+        everything = [
+            (p.name, tensor)
+            for p, argument in zip(parameters, arguments, strict=True)
+            if p.kind.is_tensor
+            for tensor in tensors_of(argument)
+        ]
+        given_away = [(n, t) for n, t in everything if n in donated]
+        for name, tensor in given_away:
+            _check(operator, name, tensor, everything)
         result = implementation(*args, **kwargs)
-        for i in indices:
-            map_tensors(lambda t, name=parameters[i].name: _kill(operator, name, t), arguments[i])
+        for name, tensor in given_away:
+            _kill(operator, name, tensor)
         return result
 
     return run
 
 
-def _check(operator: Operator, name: str, tensor: torch.Tensor, everything: list[tuple[str, torch.Tensor]]) -> None:
+def _check(
+    operator: Operator, name: str, tensor: torch.Tensor, everything: list[tuple[str, torch.Tensor]]
+) -> None:
     storage = tensor.untyped_storage()
     problem = None
     if tensor.numel() * tensor.element_size() != storage.nbytes() or tensor._base is not None:
         problem = "is a view; others may see the same memory"
     else:
-        sharing = [n for n, t in everything if t is not tensor and t.untyped_storage().data_ptr() == storage.data_ptr()]
+        sharing = [
+            n
+            for n, t in everything
+            if t is not tensor and t.untyped_storage().data_ptr() == storage.data_ptr()
+        ]
         twice = sum(t is tensor for _, t in everything) > 1
         if (sharing or twice) and storage.nbytes():
             problem = f"shares its memory with argument {sharing[0] if sharing else name!r}"

@@ -1,4 +1,5 @@
-"""How a kernel's JAX function is to be traced: which interpreter, which integer width, which numerics, for which chip."""
+"""How a kernel's JAX function is to be traced: which interpreter, which integer width, which
+numerics, for which chip."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ class Mode:
 
     Attributes:
         numerics: ``"exact"``, or ``"tpu"`` for the rounding of the MXU.
-        interpret: The Pallas interpreter that CPU programs use: True, or `pltpu.InterpretParams` for checks.
+        interpret: The Pallas interpreter that CPU programs use: True, or `pltpu.InterpretParams`
+            for checks.
     """
 
     numerics: str = "exact"
     interpret: Any = True
 
 
-_mode: contextvars.ContextVar[Mode] = contextvars.ContextVar("tpu_kernels_mode", default=Mode())
+_DEFAULT = Mode()  # immutable, so that every context may share it
+_mode: contextvars.ContextVar[Mode] = contextvars.ContextVar("tpu_kernels_mode", default=_DEFAULT)
 
 current_mode = _mode.get
 """The `Mode` of the calling scope; bound once, since the call path asks on every call."""
@@ -50,7 +53,8 @@ class Engine:
     """How to trace a kernel's JAX function.
 
     Attributes:
-        interpret: True or `pltpu.InterpretParams` to interpret Pallas calls; False to lower them for a TPU.
+        interpret: True or `pltpu.InterpretParams` to interpret Pallas calls; False to lower them
+            for a TPU.
         x64: Whether 64-bit types stay 64 bits wide (the kernel's policy ``int64="exact"``).
         target: The chip whose tuned configs apply.
     """

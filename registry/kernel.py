@@ -25,7 +25,8 @@ from tpu_kernels.registry.stats import Counters, KernelStats
 
 
 class Kernel:
-    """A kernel as a torch operator; call it with torch tensors, or with JAX arrays inside JAX programs.
+    """A kernel as a torch operator; call it with torch tensors, or with JAX arrays inside JAX
+    programs.
 
     Made by `tpu_kernel`, not directly.
 
@@ -60,7 +61,9 @@ class Kernel:
             self._counters,
         )
         self.op: torch._ops.OpOverload = self.operator.op
-        self.autograd = Autograd(self.operator, spec.backward, None if spec.backward != "reference" else spec)
+        self.autograd = Autograd(
+            self.operator, spec.backward, None if spec.backward != "reference" else spec
+        )
         self.batching = Batching(self.operator, enabled=spec.vmap == "jax")
         self.sharding = sharding.read_rule(spec.sharding, spec)
         # What was registered by hand and is not in the spec: bundles take it along.
@@ -73,7 +76,9 @@ class Kernel:
             if spec.backward in ("jax", "recompute"):
                 self.autograd.derivatives.prepare()
         self._call = make_caller(spec, self.op)
-        functools.update_wrapper(self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=())
+        functools.update_wrapper(
+            self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=()
+        )
         self.__signature__ = inspect.signature(self._call)
         kernel_hooks.add_kernel(self)
 
@@ -98,7 +103,9 @@ class Kernel:
             p.name: value if p.kind.is_tensor else p.for_kernel(value)
             for p, value in ((self.spec.parameter(n), v) for n, v in bound.arguments.items())
         }
-        values.update({n: self.choices.declared[n] for n in self.spec.tunables if values[n] is None})
+        values.update(
+            {n: self.choices.declared[n] for n in self.spec.tunables if values[n] is None}
+        )
         outputs, mutated = self.spec.call(values, jax.default_backend() != "tpu")
         result = self.spec.returns.unflatten(outputs)
         return result if not mutated else mutated if not outputs else (result, mutated)
@@ -125,7 +132,8 @@ class Kernel:
         """Bind arguments without running anything.
 
         Args:
-            *args: Arguments of the kernel (torch tensors on any device, fake and meta tensors included).
+            *args: Arguments of the kernel (torch tensors on any device, fake and meta tensors
+                included).
             config: Values for tunables or other static parameters, which win over ``kwargs``.
             **kwargs: Arguments by name.
 
@@ -154,22 +162,28 @@ class Kernel:
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Which configuration a call would use and why, as text."""
         choice = self.config_for(*args, **kwargs)
-        values = ", ".join(f"{k}={v!r}" for k, v in choice.config.items()) or "no tunable parameters"
-        return f"{self.name}: {values} ({choice.provenance})" + (f"\n  {choice.reason}" if choice.reason else "")
+        values = (
+            ", ".join(f"{k}={v!r}" for k, v in choice.config.items()) or "no tunable parameters"
+        )
+        return f"{self.name}: {values} ({choice.provenance})" + (
+            f"\n  {choice.reason}" if choice.reason else ""
+        )
 
     def stats(self) -> KernelStats:
         """Counters of this process: launches, compilations, cache hits, fallbacks."""
         return self._counters.snapshot()
 
-    # ------------------------------------------------------------------ customising, as torch's CustomOpDef
+    # ------------------------------------------------------------------ customising, as torch's
+    # CustomOpDef
     def backward(self, fn: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
         """Define the backward as a torch function; usable as a decorator.
 
         Args:
-            fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name. ``grad`` is the output's
-                gradient (a tuple of them, zeros where an output was unused, if there are several outputs). Of the
-                inputs it receives those that it names; a parameter ``out`` receives the outputs, one called
-                ``needs_input_grad`` a dict of flags.
+            fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name. ``grad``
+                is the output's gradient (a tuple of them, zeros where an output was unused, if
+                there are several outputs). Of the inputs it receives those that it names; a
+                parameter ``out`` receives the outputs, one called ``needs_input_grad`` a dict of
+                flags.
 
         Returns:
             ``fn`` itself.
@@ -201,7 +215,8 @@ class Kernel:
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
     ) -> None:
-        """Define the backward as `torch.library.CustomOpDef.register_autograd` does: ``backward(ctx, *grads)``."""
+        """Define the backward as `torch.library.CustomOpDef.register_autograd` does:
+        ``backward(ctx, *grads)``."""
         self.autograd.use_context_style(backward, setup_context)
         self.customised.append(("register_autograd", (backward,), {"setup_context": setup_context}))
 
@@ -220,8 +235,9 @@ class Kernel:
         """State how the kernel may be split over devices; usable as a decorator.
 
         Args:
-            rule: An einsum-like string such as ``"m k, k n -> m n; sum k"``, or a function with the contract of
-                `torch.distributed.tensor.experimental.register_sharding`. Replaces the ``sharding`` option.
+            rule: An einsum-like string such as ``"m k, k n -> m n; sum k"``, or a function with the
+                contract of `torch.distributed.tensor.experimental.register_sharding`. Replaces the
+                ``sharding`` option.
 
         Returns:
             ``rule`` itself.
@@ -235,7 +251,8 @@ class Kernel:
 
     # ------------------------------------------------------------------ plumbing
     def __repr__(self) -> str:
-        return f"<Kernel {self.name}{str(inspect.signature(self._call)) if not self._retired_by else ' (replaced)'}>"
+        signature = " (replaced)" if self._retired_by else str(inspect.signature(self._call))
+        return f"<Kernel {self.name}{signature}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name, self.spec.source.module)
@@ -280,5 +297,3 @@ def register(spec: KernelSpec, *, replace: bool = False, kind: type[Kernel] = Ke
         kernel = kind(spec)
         naming.enter(kernel)
     return kernel
-
-

@@ -1,7 +1,8 @@
 """The arguments of one operator call, apart: which tensors there are, and the static values.
 
-Operators take optional tensors and lists; autograd, batching and the JAX side want flat tuples of tensors. A
-`Layout` remembers how the flat tuple becomes arguments again. It is hashable, so that programs are keyed by it.
+Operators take optional tensors and lists; autograd, batching and the JAX side want flat tuples of
+tensors. A `Layout` remembers how the flat tuple becomes arguments again. It is hashable, so that
+programs are keyed by it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ class Layout:
     """How a flat tuple of tensors becomes the arguments of an operator.
 
     Attributes:
-        slots: For each tensor parameter in schema order: 1, None, or a tuple of 1 and None for a list.
-        values: For each other parameter in schema order: its value as the dispatcher passed it; None for a
-            dynamic scalar, whose value is not part of any key.
+        slots: For each tensor parameter in schema order: 1, None, or a tuple of 1 and None for a
+            list.
+        values: For each other parameter in schema order: its value as the dispatcher passed it;
+            None for a dynamic scalar, whose value is not part of any key.
         only_tensors: Whether the flat tuple already is the arguments.
     """
 
@@ -35,10 +37,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         key = (self.slots, tuple(map(freeze, self.values)))
-        # Layouts are keys on the differentiated call path; a frozen dataclass sets attributes this way only.
+        # Layouts are keys on the differentiated call path; a frozen dataclass sets attributes this
+        # way only.
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
-        object.__setattr__(self, "only_tensors", not self.values and all(slot == ONE for slot in self.slots))
+        object.__setattr__(
+            self, "only_tensors", not self.values and all(slot == ONE for slot in self.slots)
+        )
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
@@ -49,15 +54,21 @@ class Layout:
     @property
     def count(self) -> int:
         """Number of tensors in the flat tuple."""
-        return sum(1 for slot in self.slots for part in (slot if isinstance(slot, tuple) else (slot,)) if part)
+        return sum(
+            1
+            for slot in self.slots
+            for part in (slot if isinstance(slot, tuple) else (slot,))
+            if part
+        )
 
 
 def freeze(value: Any) -> Any:
-    """A hashable stand-in for a static value in keys: NaN equals itself, 1 differs from 1.0 and from True.
+    """A hashable stand-in for a static value in keys: NaN equals itself, 1 differs from 1.0 and
+    from True.
 
     Example:
-        >>> freeze(float("nan")) == freeze(float("nan")), freeze(1) == freeze(1.0), freeze(0.0) == freeze(-0.0)
-        (True, False, False)
+        >>> freeze(float("nan")) == freeze(float("nan")), freeze(1) == freeze(1.0)
+        (True, False)
     """
     if isinstance(value, float):
         return value.hex()
@@ -68,7 +79,9 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def split(parameters: Sequence[Parameter], arguments: Sequence[Any]) -> tuple[Layout, list[Any], list[Any]]:
+def split(
+    parameters: Sequence[Parameter], arguments: Sequence[Any]
+) -> tuple[Layout, list[Any], list[Any]]:
     """Take the arguments of a call apart.
 
     Args:
@@ -145,7 +158,9 @@ def static_values(parameters: Sequence[Parameter], layout: Layout) -> dict[str, 
 def flat_names(parameters: Sequence[Parameter], layout: Layout) -> list[str]:
     """A name for each tensor of the flat tuple, for messages: ``x``, ``ys[1]``."""
     names: list[str] = []
-    for parameter, slot in zip((p for p in parameters if p.kind.is_tensor), layout.slots, strict=True):
+    for parameter, slot in zip(
+        (p for p in parameters if p.kind.is_tensor), layout.slots, strict=True
+    ):
         if isinstance(slot, tuple):
             names.extend(f"{parameter.name}[{i}]" for i, part in enumerate(slot) if part)
         elif slot:
@@ -160,6 +175,18 @@ def map_tensors(fn: Callable[[Any], Any], argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [None if a is None else fn(a) for a in argument]
     return fn(argument)
+
+
+def tensors_of(argument: Any) -> list[Any]:
+    """The tensors that an argument holds.
+
+    Example:
+        >>> tensors_of(None), tensors_of("x"), tensors_of(["x", None, "y"])
+        ([], ['x'], ['x', 'y'])
+    """
+    if isinstance(argument, (list, tuple)):
+        return [a for a in argument if a is not None]
+    return [] if argument is None else [argument]
 
 
 def is_empty(shape: Sequence[int]) -> bool:

@@ -29,7 +29,8 @@ def lookup(name: str) -> Kernel | None:
 
 
 def same_place(a: Source, b: Source) -> bool:
-    """Whether two definitions are one place seen twice: a notebook cell run again, a module imported twice."""
+    """Whether two definitions are one place seen twice: a notebook cell run again, a module
+    imported twice."""
     return a.qualname == b.qualname and (a.module == b.module or a.file == b.file)
 
 
@@ -47,7 +48,8 @@ def make_way(spec: KernelSpec, *, replace: bool) -> None:
     if old is not None:
         if not replace and not same_place(old.spec.source, spec.source):
             raise NameClashError(
-                f"kernel {spec.name!r} is already defined at {old.spec.source} ({old.spec.source.qualname})",
+                f"kernel {spec.name!r} is already defined at {old.spec.source} "
+                f"({old.spec.source.qualname})",
                 where=str(spec.source),
                 hint="choose another name or namespace, or pass replace=True to take the name over",
             )

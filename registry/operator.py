@@ -1,8 +1,9 @@
 """`Operator`: one torch.library operator whose implementation is a JAX program.
 
-A kernel is one operator for callers, and more behind the scenes (forward with residuals, backward, tangents,
-batched variants), all made here. What they have in common: a schema, a function that builds the JAX program for a
-given `Call`, a fake kernel derived from it, and one implementation by each backend.
+A kernel is one operator for callers, and more behind the scenes (forward with residuals, backward,
+tangents, batched variants), all made here. What they have in common: a schema, a function that
+builds the JAX program for a given `Call`, a fake kernel derived from it, and one implementation by
+each backend.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Call:
 
 
 Body = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""``body(tensor_arguments, dynamic_scalars) -> [one entry per result slot, then per mutated argument]`` in JAX."""
+"""``body(tensor_arguments, dynamic_scalars) -> [one entry per result slot, then per mutated
+argument]`` in JAX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Definition:
         reference: Torch function that answers for empty inputs that the kernel cannot run on.
         donated: Names of the arguments whose memory the operator may take.
         flops: Formula for torch's FLOP counter, on the kernel's own arguments.
-        has_defaults: Whether the schema has the parameters' defaults; derived operators take every argument.
+        has_defaults: Whether the schema has the parameters' defaults; derived operators take every
+            argument.
     """
 
     name: str
@@ -99,8 +102,9 @@ class Operator:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
         self.library.define(definition.schema, tags=tags)
         self.op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), self.opname).default
-        # Implementations by the key set of plain tensors under no mode: what lies between autograd and them could
-        # only pass the call on, so the autograd kernel need not ask the dispatcher again (a fifth of a call).
+        # Implementations by the key set of plain tensors under no mode: what lies between autograd
+        # and them could only pass the call on, so the autograd kernel need not ask the dispatcher
+        # again (a fifth of a call).
         self.direct: dict[int, Callable[..., Any]] = {}
         torch.library.register_fake(definition.name, self.fake, lib=self.library)
         if definition.mutated:
@@ -121,7 +125,9 @@ class Operator:
         """Run a torch function for tensors of one dispatch key, instead of the JAX program."""
         with warnings.catch_warnings():
             # torch warns of what is intended here.
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            warnings.filterwarnings(
+                "ignore", message="(?s).*Overriding a previously registered kernel"
+            )
             self.library.impl(self.opname, fn, key)
         self.direct.pop(_compat_torch.plain_key_set(key), None)
 
@@ -148,7 +154,9 @@ class Operator:
             result = self.op.redispatch(keyset & keys, *args, **kwargs)
             arguments = self.arguments(args, kwargs)
             for i in indices:
-                tensors = arguments[i] if isinstance(arguments[i], (list, tuple)) else [arguments[i]]
+                tensors = (
+                    arguments[i] if isinstance(arguments[i], (list, tuple)) else [arguments[i]]
+                )
                 for tensor in tensors:
                     if tensor is not None and not tensor.is_inference():
                         torch.autograd.graph.increment_version(tensor)
@@ -166,7 +174,9 @@ class Operator:
         """One argument per parameter in schema order, defaults filled in."""
         filled = list(args)
         for parameter in self.definition.parameters[len(args) :]:
-            filled.append(kwargs[parameter.name] if parameter.name in kwargs else schema_default(parameter))
+            filled.append(
+                kwargs[parameter.name] if parameter.name in kwargs else schema_default(parameter)
+            )
         return filled
 
     def check_dtypes(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
@@ -180,16 +190,20 @@ class Operator:
             dtype = tensor.dtype
             if not dtypes.is_supported(dtype):
                 raise DTypeError(
-                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}, which JAX does not have",
+                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}, which JAX does "
+                    "not have",
                     where=definition.where,
-                    hint="view it as another dtype of the same width, for example .view(torch.uint8)",
+                    hint="view it as another dtype of the same width, for example "
+                    ".view(torch.uint8)",
                 )
             if dtype in dtypes.WIDE and not self.takes(dtype):
                 narrow = "int32" if not (dtype.is_floating_point or dtype.is_complex) else "float32"
                 raise DTypeError(
-                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}; TPU kernels compute in 32 bits",
+                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype}; TPU kernels "
+                    "compute in 32 bits",
                     where=definition.where,
-                    hint=f"pass {name}.to(torch.{narrow}), or declare int64='narrow_checked' (integers that fit)"
+                    hint=f"pass {name}.to(torch.{narrow}), or declare int64='narrow_checked' "
+                    "(integers that fit)"
                     " or int64='exact' on the kernel",
                 )
 
@@ -203,14 +217,18 @@ class Operator:
         """The `Call` for tensors (or anything with shape and torch dtype)."""
         import jax
 
-        return Call(layout, tuple(jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas))
+        return Call(
+            layout,
+            tuple(jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas),
+        )
 
     def jax_function(self, call: Call, engine: Engine) -> Callable[..., tuple[Any, ...]]:
         """The program as a JAX function of positional arguments.
 
         Returns:
-            ``fn(*tensor_arguments, *dynamic_scalars) -> tuple of slots``: an array, None or a tuple of arrays for
-            each tensor parameter, and the same for each result slot and mutated argument.
+            ``fn(*tensor_arguments, *dynamic_scalars) -> tuple of slots``: an array, None or a tuple
+            of arrays for each tensor parameter, and the same for each result slot and mutated
+            argument.
         """
         body = self.definition.program(call, engine)
         tensors = len(call.layout.slots)
@@ -239,11 +257,14 @@ class Operator:
 
 
 def schema_default(parameter: Parameter) -> Any:
-    """The default that the dispatcher stands for when it passes nothing (None where a schema cannot write it)."""
+    """The default that the dispatcher stands for when it passes nothing (None where a schema cannot
+    write it)."""
     if parameter.tunable or parameter.none_is_default:
         return None
     default = parameter.default
-    return default if default is None or parameter.to_schema is None else parameter.to_schema(default)
+    return (
+        default if default is None or parameter.to_schema is None else parameter.to_schema(default)
+    )
 
 
 def signature_source(definition: Definition, env: dict[str, Any]) -> tuple[str, str]:
@@ -254,8 +275,8 @@ def signature_source(definition: Definition, env: dict[str, Any]) -> tuple[str, 
         env: Globals of the generated function; receives the default values.
 
     Returns:
-        For example ``("x, y=_default_1, *, n=_default_2", "x, y, n=n")``. The dispatcher leaves out arguments that
-        equal the schema's default.
+        For example ``("x, y=_default_1, *, n=_default_2", "x, y, n=n")``. The dispatcher leaves out
+        arguments that equal the schema's default.
     """
     declared: list[str] = []
     passed: list[str] = []

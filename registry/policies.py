@@ -24,12 +24,17 @@ def check_autocast(spec: KernelSpec) -> None:
         SignatureError: Names the kernel and the value.
     """
     policy = spec.autocast
-    if policy is None or policy == MATCH or (isinstance(policy, torch.dtype) and policy.is_floating_point):
+    if (
+        policy is None
+        or policy == MATCH
+        or (isinstance(policy, torch.dtype) and policy.is_floating_point)
+    ):
         return
     raise SignatureError(
         f"kernel {spec.name!r}: autocast={policy!r} is no autocast policy",
         where=str(spec.source),
-        hint="pass a floating torch dtype, or 'autocast' for the dtype that torch.autocast is set to",
+        hint="pass a floating torch dtype, or 'autocast' for the dtype that torch.autocast is set "
+        "to",
     )
 
 
@@ -57,13 +62,20 @@ def register_autocast(operator: Operator, device_type: str, policy: torch.dtype 
 
         def cast(value: Any) -> Any:
             # torch's own policies leave float64 alone as well: whoever uses it wants its precision.
-            wanted = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+            wanted = (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.dtype is not torch.float64
+            )
             return value.to(dtype) if wanted else value
 
         with _compat_torch.exclude_keys(keys):
             return operator.op(
                 *(map_tensors(cast, a) if isinstance(a, list) else cast(a) for a in args),
-                **{k: map_tensors(cast, a) if isinstance(a, list) else cast(a) for k, a in kwargs.items()},
+                **{
+                    k: map_tensors(cast, a) if isinstance(a, list) else cast(a)
+                    for k, a in kwargs.items()
+                },
             )
 
     operator.library.impl(operator.opname, kernel, key)
@@ -75,7 +87,8 @@ def register_flops(operator: Operator, flops: Callable[..., int], factor: int = 
     Args:
         operator: The operator.
         flops: ``flops(*shapes)``: shapes in place of tensors, other arguments as they are.
-        factor: Multiplies the count; a backward counts as two forwards, as torch counts matrix products.
+        factor: Multiplies the count; a backward counts as two forwards, as torch counts matrix
+            products.
     """
     from torch.utils.flop_counter import register_flop_formula
 

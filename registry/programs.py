@@ -1,4 +1,5 @@
-"""The JAX bodies of a kernel's operators: the kernel itself, its forward with residuals, its backward, its tangents."""
+"""The JAX bodies of a kernel's operators: the kernel itself, its forward with residuals, its
+backward, its tangents."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def kernel_program(spec: KernelSpec, choose: Chooser) -> Callable[[Call, Engine]
             values = dict(zip(tensor_names, tensors, strict=True))
             for p in parameters:  # lists reach the author's function as lists, as annotated
                 if p.kind.is_list and values[p.name] is not None:
-                    values[p.name] = list(values[p.name]) if p.length is None else tuple(values[p.name])
+                    values[p.name] = (
+                        list(values[p.name]) if p.length is None else tuple(values[p.name])
+                    )
             values.update(zip(dynamic_names, dynamics, strict=True))
             values.update(statics)
             outputs, mutated = spec.call(values, engine.interpret)
@@ -54,7 +57,10 @@ def _as_arrays(slot: Any) -> Any:
 def _check_slots(spec: KernelSpec, outputs: Sequence[Any]) -> None:
     for i, (kind, output) in enumerate(zip(spec.returns.slots, outputs, strict=True)):
         if output is None and kind is not ReturnKind.OPTIONAL:
-            raise ValueError(f"result {i} is None, but the return annotation {spec.returns.annotation} is not Optional")
+            raise ValueError(
+                f"result {i} is None, but the return annotation {spec.returns.annotation} is not "
+                "Optional"
+            )
         if isinstance(output, (list, tuple)) != (kind is ReturnKind.LIST):
             raise ValueError(f"result {i} is a {type(output).__name__}, annotated as {kind.value}")
 
@@ -65,11 +71,17 @@ def _like(spec: KernelSpec, name: str, old: Any, new: Any) -> Any:
 
     if isinstance(old, (list, tuple)):
         if len(new) != len(old):
-            raise ValueError(f"new value of {name!r} has {len(new)} tensors, the argument {len(old)}")
-        return [_like(spec, f"{name}[{i}]", o, n) for i, (o, n) in enumerate(zip(old, new, strict=True))]
+            raise ValueError(
+                f"new value of {name!r} has {len(new)} tensors, the argument {len(old)}"
+            )
+        return [
+            _like(spec, f"{name}[{i}]", o, n) for i, (o, n) in enumerate(zip(old, new, strict=True))
+        ]
     new = jnp.asarray(new)
     if new.shape != old.shape or new.dtype != old.dtype:
-        raise ValueError(f"new value of {name!r} is {new.dtype}{new.shape}, the argument {old.dtype}{old.shape}")
+        raise ValueError(
+            f"new value of {name!r} is {new.dtype}{new.shape}, the argument {old.dtype}{old.shape}"
+        )
     return new
 
 
@@ -81,7 +93,9 @@ def flat_outputs(slots: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def flat_function(base: Definition, call: Call, engine: Engine, dynamics: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+def flat_function(
+    base: Definition, call: Call, engine: Engine, dynamics: Sequence[Any]
+) -> Callable[..., tuple[Any, ...]]:
     """An operator's program as a function of its flat tensors that returns its flat outputs."""
     body = base.program(call, engine)
 
@@ -91,11 +105,15 @@ def flat_function(base: Definition, call: Call, engine: Engine, dynamics: Sequen
     return function
 
 
-def select(function: Callable[..., Any], flat: Sequence[Any], wanted: Sequence[bool]) -> tuple[Callable[..., Any], list[Any]]:
+def select(
+    function: Callable[..., Any], flat: Sequence[Any], wanted: Sequence[bool]
+) -> tuple[Callable[..., Any], list[Any]]:
     """A function of the wanted arguments alone, the others fixed; and the wanted arguments."""
 
     def of_wanted(*some: Any) -> Any:
         items = iter(some)
-        return function(*(next(items) if want else value for value, want in zip(flat, wanted, strict=True)))
+        return function(
+            *(next(items) if want else value for value, want in zip(flat, wanted, strict=True))
+        )
 
     return of_wanted, [value for value, want in zip(flat, wanted, strict=True) if want]

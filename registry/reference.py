@@ -1,4 +1,5 @@
-"""Calling a kernel's reference: a torch (or array-agnostic) function with the kernel's arguments."""
+"""Calling a kernel's reference: a torch (or array-agnostic) function with the kernel's
+arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tpu_kernels.registry.operator import results_of
 def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
     """Call the reference with a kernel's arguments by name.
 
-    A reference need not know the tunables: it receives the arguments that it names, or, where its names differ, the
-    kernel's positional arguments in order.
+    A reference need not know the tunables: it receives the arguments that it names, or, where its
+    names differ, the kernel's positional arguments in order.
 
     Args:
         spec: A kernel with a reference.
@@ -37,7 +38,9 @@ def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
         n in values for n, p in accepted.items() if p.default is inspect.Parameter.empty
     ):
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        return spec.reference(**{p.name: values[p.name] for p in usable if takes_any or p.name in accepted})
+        return spec.reference(
+            **{p.name: values[p.name] for p in usable if takes_any or p.name in accepted}
+        )
     positional = [values[p.name] for p in usable if not p.keyword_only][: len(accepted)]
     return spec.reference(*positional)
 

@@ -1,9 +1,10 @@
 """Output shapes and dtypes of an operator, from tracing its JAX program; sizes may be symbolic.
 
-Concrete sizes are traced with `jax.eval_shape`. For symbolic sizes each distinct torch expression becomes a JAX
-dimension variable, the program is traced once for all sizes, and the resulting dimension expressions are evaluated
-on torch's symbolic integers. Method: jax.export's shape polymorphism, with an evaluator of our own (`dimexpr`),
-since JAX's own one would specialise the sizes.
+Concrete sizes are traced with `jax.eval_shape`. For symbolic sizes each distinct torch expression
+becomes a JAX dimension variable, the program is traced once for all sizes, and the resulting
+dimension expressions are evaluated on torch's symbolic integers. Method: jax.export's shape
+polymorphism, with an evaluator of our own (`dimexpr`), since JAX's own one would specialise the
+sizes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Meta:
 
 
 class ShapeRule:
-    """Shapes and dtypes of an operator's result slots and mutated arguments, from those of its arguments.
+    """Shapes and dtypes of an operator's result slots and mutated arguments, from those of its
+    arguments.
 
     Args:
         operator: The operator whose program is traced.
@@ -55,7 +57,8 @@ class ShapeRule:
         """One entry per slot: `Meta`, None, or a list of `Meta`.
 
         Args:
-            arguments: One argument per parameter in schema order; tensors may be fake, with symbolic sizes.
+            arguments: One argument per parameter in schema order; tensors may be fake, with
+                symbolic sizes.
 
         Raises:
             TraceError: The kernel's own code raised.
@@ -86,7 +89,8 @@ class ShapeRule:
             with explained(definition.kernel, definition.where):
                 return self._eval_shape(layout, metas)
         except TraceError:
-            # Block and grid arithmetic often divides by a size of zero; the shapes are still well defined.
+            # Block and grid arithmetic often divides by a size of zero; the shapes are still well
+            # defined.
             if any(0 in m.shape for m in metas):
                 slots = self._zero_sized(layout, metas)
                 if slots is not None:
@@ -101,26 +105,37 @@ class ShapeRule:
         engine = Engine(x64=operator.definition.int64 is not None)
         program = operator.jax_function(call, engine)
         with jax.enable_x64(engine.x64):
-            return [_meta(slot) for slot in jax.eval_shape(program, *operator.abstract_arguments(call))]
+            return [
+                _meta(slot) for slot in jax.eval_shape(program, *operator.abstract_arguments(call))
+            ]
 
     def _zero_sized(self, layout: Layout, metas: Sequence[Meta]) -> list[Any] | None:
-        """The slots of sizes with zeros: traced with a variable in place of each zero, then evaluated at zero."""
+        """The slots of sizes with zeros: traced with a variable in place of each zero, then
+        evaluated at zero."""
         try:
             return self._polymorphic(layout, metas, zero_is_symbol=True)
         except (KernelError, ArithmeticError, TypeError, ValueError):
-            return None  # the caller re-raises the error of the concrete trace, which is the helpful one
+            return None  # the caller raises the concrete trace's error, which is the helpful one
 
     def _symbolic(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[Any]:
         try:
             return self._polymorphic(layout, [Meta(tuple(t.shape), t.dtype) for t in tensors])
-        except Exception as error:  # whatever the author's code or JAX raises for sizes that are no numbers
+        except (
+            Exception
+        ) as error:  # whatever the author's code or JAX raises for sizes that are no numbers
             definition = self.operator.definition
-            symbols = {s for t in tensors for size in t.shape if (s := _compat_torch.symbol_of(size)) is not None}
+            symbols = {
+                s
+                for t in tensors
+                for size in t.shape
+                if (s := _compat_torch.symbol_of(size)) is not None
+            }
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if (layout, reason) not in self._told:
                 self._told.add((layout, reason))
                 _log.warning(
-                    "kernel %r (%s): the output shape cannot be derived for symbolic sizes %s, so that each size is "
+                    "kernel %r (%s): the output shape cannot be derived for symbolic sizes %s, so "
+                    "that each size is "
                     "compiled anew; @kernel.register_fake can give it. JAX said: %s",
                     definition.kernel,
                     definition.where,
@@ -128,9 +143,13 @@ class ShapeRule:
                     reason,
                 )
         # int() makes torch guard on (export: refuse) these sizes.
-        return self.concrete(layout, [Meta(tuple(int(size) for size in t.shape), t.dtype) for t in tensors])
+        return self.concrete(
+            layout, [Meta(tuple(int(size) for size in t.shape), t.dtype) for t in tensors]
+        )
 
-    def _polymorphic(self, layout: Layout, metas: Sequence[Meta], *, zero_is_symbol: bool = False) -> list[Any]:
+    def _polymorphic(
+        self, layout: Layout, metas: Sequence[Meta], *, zero_is_symbol: bool = False
+    ) -> list[Any]:
         from jax import export
 
         names: dict[str, str] = {}
@@ -152,7 +171,10 @@ class ShapeRule:
                 # Torch itself specialises sizes 0 and 1, so that a symbol stands for 2 and more.
                 scope = export.SymbolicScope([f"{name} >= 2" for name in sizes])
                 symbolic = [
-                    Meta(export.symbolic_shape(",".join(shape), scope=scope) if shape else (), m.dtype)
+                    Meta(
+                        tuple(export.symbolic_shape(",".join(shape), scope=scope)) if shape else (),
+                        m.dtype,
+                    )
                     for shape, m in zip(shapes, metas, strict=True)
                 ]
                 slots = self.cache[key] = self._eval_shape(layout, symbolic)
@@ -160,11 +182,15 @@ class ShapeRule:
         def value(meta: Meta) -> Meta:
             return Meta(tuple(dimexpr.evaluate(d, sizes) for d in meta.shape), meta.dtype)
 
-        return [None if s is None else [value(m) for m in s] if isinstance(s, list) else value(s) for s in slots]
+        return [
+            None if s is None else [value(m) for m in s] if isinstance(s, list) else value(s)
+            for s in slots
+        ]
 
 
 def _concrete(layout: Layout) -> Layout:
-    """Static integers may reach a fake kernel as symbols; a program is specialised for their value."""
+    """Static integers may reach a fake kernel as symbols; a program is specialised for their
+    value."""
 
     def number(value: Any) -> Any:
         if isinstance(value, torch.SymInt):

@@ -1,8 +1,9 @@
 """Sharding rules: how a kernel may be split over devices, written like an einsum.
 
-``"m k, k n -> m n; sum k"`` names every axis of every tensor argument and result. Axes of one name are split
-together. What follows from a rule is a list of `Choice`: the ways to split a call over one dimension of a device
-mesh. This module knows nothing of `torch.distributed`; `tpu_kernels.integrations.dtensor` runs the choices.
+``"m k, k n -> m n; sum k"`` names every axis of every tensor argument and result. Axes of one name
+are split together. What follows from a rule is a list of `Choice`: the ways to split a call over
+one dimension of a device mesh. This module knows nothing of `torch.distributed`;
+`tpu_kernels.integrations.dtensor` runs the choices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tpu_kernels.errors import ArgumentError, SignatureError
 from tpu_kernels.registry.layout import Layout, flat_names
 
 Spot = int | str | None
-"""One tensor in a choice: the dimension that is split, how partial values combine (``"sum"``), or None: whole."""
+"""One tensor in a choice: the dimension that is split, how partial values combine (``"sum"``), or
+None: whole."""
 
 REDUCTIONS = ("sum", "max", "min")
 ELLIPSIS = "..."
@@ -86,7 +88,8 @@ class EinsumRule:
             output_slots: The result slot of each tensor of the flat result.
 
         Raises:
-            ArgumentError: A tensor has another number of axes than the rule says, or axes of one name differ in size.
+            ArgumentError: A tensor has another number of axes than the rule says, or axes of one
+                name differ in size.
         """
         names = flat_names(spec.op_parameters, layout)
         owners = [name.split("[")[0] for name in names]
@@ -123,11 +126,13 @@ class EinsumRule:
         what: str,
         sizes: dict[str, tuple[Any, str]],
     ) -> list[str | None]:
-        """The name of each axis of a tensor, None for one that is not split; checks and collects sizes."""
+        """The name of each axis of a tensor, None for one that is not split; checks and collects
+        sizes."""
         spread = len(shape) - len(term) + 1 if ELLIPSIS in term else 0
         if spread < 0 or (ELLIPSIS not in term and len(shape) != len(term)):
             raise ArgumentError(
-                f"kernel {self.kernel!r}: {what} has {len(shape)} dimensions, its sharding rule gives it"
+                f"kernel {self.kernel!r}: {what} has {len(shape)} dimensions, its sharding rule "
+                "gives it"
                 f" {len(term)} ({' '.join(term) or 'none'})",
                 where=self.where,
                 hint=f"the rule is {self.text!r}; {_SYNTAX}",
@@ -150,9 +155,11 @@ class EinsumRule:
             known, first = sizes.setdefault(axis, (size, what))
             if known != size:
                 raise ArgumentError(
-                    f"kernel {self.kernel!r}: axis {axis!r} has size {known} in {first} and {size} in {what}",
+                    f"kernel {self.kernel!r}: axis {axis!r} has size {known} in {first} and "
+                    f"{size} in {what}",
                     where=self.where,
-                    hint=f"the sharding rule is {self.text!r}: axes of one name are split together and must agree;"
+                    hint=f"the sharding rule is {self.text!r}: axes of one name are split "
+                    "together and must agree;"
                     " mark the axis as whole (name!) or give it another name",
                 )
         return axes
@@ -160,11 +167,13 @@ class EinsumRule:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionRule:
-    """A rule as a function, with the contract of `torch.distributed.tensor.experimental.register_sharding`.
+    """A rule as a function, with the contract of
+    `torch.distributed.tensor.experimental.register_sharding`.
 
     Attributes:
         kernel: Qualified name of the kernel, for messages.
-        fn: ``fn(<arguments of the operator>)`` returns a list of (output placements, input placements).
+        fn: ``fn(<arguments of the operator>)`` returns a list of (output placements, input
+            placements).
         where: ``file:line`` of the kernel, for messages.
     """
 
@@ -191,7 +200,8 @@ def read_rule(sharding: Any, spec: KernelSpec) -> Rule | None:
         The rule, or None for None.
 
     Raises:
-        SignatureError: The string cannot be parsed or does not fit the kernel's signature; says what is wrong.
+        SignatureError: The string cannot be parsed or does not fit the kernel's signature; says
+            what is wrong.
 
     Example:
         >>> import jax
@@ -209,7 +219,8 @@ def read_rule(sharding: Any, spec: KernelSpec) -> Rule | None:
     if callable(sharding):
         return FunctionRule(spec.name, sharding, where)
     raise SignatureError(
-        f"kernel {spec.name!r}: sharding is a {type(sharding).__name__}, not a string or a function",
+        f"kernel {spec.name!r}: sharding is a {type(sharding).__name__}, not a string or a "
+        "function",
         where=where,
         hint=_SYNTAX,
     )
@@ -294,7 +305,8 @@ class _Parser:
             if word not in REDUCTIONS or not names:
                 raise self.fail(
                     f"clause {clause.strip()!r} is not understood",
-                    "after ';' write 'sum k' (or max, min) for an axis that is reduced, or 'linear x'",
+                    "after ';' write 'sum k' (or max, min) for an axis that is reduced, or "
+                    "'linear x'",
                 )
             for name in names:
                 if name not in known:

@@ -14,7 +14,8 @@ class KernelStats:
         launches: Programs run: forward, backward, batched and so on.
         kernel_compilations: Programs traced and compiled for the device that ran them.
         disk_cache_hits: Programs that were loaded from disk instead.
-        reference_fallbacks: Calls answered by the reference because the kernel cannot run on empty inputs.
+        reference_fallbacks: Calls answered by the reference because the kernel cannot run on empty
+            inputs.
     """
 
     launches: int = 0
@@ -26,8 +27,8 @@ class KernelStats:
 class Counters:
     """Mutable counters behind `KernelStats`.
 
-    `itertools.count` is advanced in C under the interpreter lock, so no update is lost between threads; an
-    attribute increment would lose some.
+    `itertools.count` is advanced in C under the interpreter lock, so no update is lost between
+    threads; an attribute increment would lose some.
 
     Example:
         >>> counters = Counters()
@@ -52,5 +53,6 @@ class Counters:
 
 
 def _value(count: itertools.count[int]) -> int:
-    # The next value stands in the counter's repr, "count(3)"; reading it any other way would advance it.
+    # The next value stands in the counter's repr, "count(3)"; reading it any other way would
+    # advance it.
     return int(repr(count)[len("count(") : -1])

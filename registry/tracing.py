@@ -11,7 +11,8 @@ from tpu_kernels.errors import KernelError, TraceError
 
 @contextlib.contextmanager
 def explained(kernel: str, where: str, doing: str = "tracing") -> Iterator[None]:
-    """Turn an exception of the kernel's own code into a `TraceError` that names kernel, file and line.
+    """Turn an exception of the kernel's own code into a `TraceError` that names kernel, file and
+    line.
 
     Args:
         kernel: Qualified name.
@@ -30,5 +31,9 @@ def _explain(error: Exception, kernel: str, where: str, doing: str) -> TraceErro
     line = locations.from_exception(error)
     cause = (str(error).strip() or type(error).__name__).split("\n")
     first = f"kernel {kernel!r} failed while {doing}: {type(error).__name__}: {cause[0]}"
-    rest = "\n".join([*([f"    {line.text}"] if line is not None and line.text else []), *cause[1:4]])
-    return TraceError(f"{first}\n{rest}" if rest else first, where=str(line) if line is not None else where)
+    rest = "\n".join(
+        [*([f"    {line.text}"] if line is not None and line.text else []), *cause[1:4]]
+    )
+    return TraceError(
+        f"{first}\n{rest}" if rest else first, where=str(line) if line is not None else where
+    )

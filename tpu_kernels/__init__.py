@@ -1,7 +1,7 @@
 """Write a TPU kernel once, in Pallas, JAX or Helion; get a complete PyTorch operator.
 
-The names below are imported when first used: ``import tpu_kernels`` costs next to nothing, prints nothing, starts no
-accelerator and changes no global state.
+The names below are imported when first used: ``import tpu_kernels`` costs next to nothing, prints
+nothing, starts no accelerator and changes no global state.
 
 Example:
     >>> import jax, torch

@@ -34,7 +34,8 @@ from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 
 
 def privateuse1_name() -> str:
-    """Return the name that the PrivateUse1 dispatch key goes by (``privateuseone`` if unclaimed)."""
+    """Return the name that the PrivateUse1 dispatch key goes by (``privateuseone`` if
+    unclaimed)."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
@@ -117,7 +118,8 @@ def aot_backend(
     compiler: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Return a Dynamo backend that compiles forward, backward and inference graphs of ATen operators.
+    """Return a Dynamo backend that compiles forward, backward and inference graphs of ATen
+    operators.
 
     The public `torch.compile` takes such a backend but offers no public way to build one that gets
     the backward graph as well.
@@ -143,13 +145,15 @@ def register_dynamo_backend(name: str, backend: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Operators (registry). Own kernels for the Autograd key are the only way that works under torch.func
-# (torch.library.register_autograd raises there) and costs little (facts: 4 us against 10).
+# Operators (registry). Own kernels for the Autograd key are the only way that works under
+# torch.func (torch.library.register_autograd raises there) and costs little (facts: 4 us against
+# 10).
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Return a context in which operators run below autograd, as torch's own autograd kernels do."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+    """Return a context in which operators run below autograd, as torch's own autograd kernels
+    do."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def after_autograd_keys() -> Any:
@@ -159,11 +163,12 @@ def after_autograd_keys() -> Any:
 
 @functools.cache
 def plain_key_set(backend_key: str) -> int:
-    """Return, as a number, the key set with which autograd kernels see plain tensors outside of any mode.
+    """Return, as a number, the key set with which autograd kernels see plain tensors outside of any
+    mode.
 
     Args:
-        backend_key: Such as ``"CPU"``. Anything else that is active (a dispatch mode, a transform of `torch.func`,
-            a version-counter kernel of the operator) adds keys of its own.
+        backend_key: Such as ``"CPU"``. Anything else that is active (a dispatch mode, a transform
+            of `torch.func`, a version-counter kernel of the operator) adds keys of its own.
     """
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, backend_key))
     keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{backend_key}"))
@@ -171,7 +176,8 @@ def plain_key_set(backend_key: str) -> int:
 
 
 def after_version_counter_keys() -> Any:
-    """Return the dispatch key set of everything below ADInplaceOrView, which bumps version counters."""
+    """Return the dispatch key set of everything below ADInplaceOrView, which bumps version
+    counters."""
     return torch._C._after_ADInplaceOrView_keyset
 
 
@@ -181,7 +187,8 @@ def functorch_active() -> bool:
 
 
 def forward_ad_level_reader() -> Callable[[], int]:
-    """Return a function for the level of the innermost `torch.autograd.forward_ad.dual_level` (-1: outside of any).
+    """Return a function for the level of the innermost `torch.autograd.forward_ad.dual_level` (-1:
+    outside of any).
 
     There is no public question for it, and an operator's autograd kernel asks on every call.
     """
@@ -193,19 +200,21 @@ def forward_ad_level_reader() -> Callable[[], int]:
 def single_level_function() -> type:
     """Return the base class of autograd functions that run below functorch's layers.
 
-    A kernel for the Autograd key is called when functorch has peeled its layers off; there the public
-    `torch.autograd.Function` would start over at the top and recurse.
+    A kernel for the Autograd key is called when functorch has peeled its layers off; there the
+    public `torch.autograd.Function` would start over at the top and recurse.
     """
-    return torch.autograd.function._SingleLevelFunction  # type: ignore[no-any-return]
+    return torch.autograd.function._SingleLevelFunction
 
 
 @contextlib.contextmanager
 def outer_levels_differentiate() -> Iterator[None]:
-    """Return a context that lets outer `torch.func` transforms differentiate what an autograd function runs.
+    """Return a context that lets outer `torch.func` transforms differentiate what an autograd
+    function runs.
 
-    An autograd function switches both modes of differentiation off while it runs. Below it, with transforms active,
-    lie further levels that are to be differentiated: without this, `torch.func.jvp` of `torch.func.grad` would
-    silently return zeros. torch's own functions for nested levels do the same.
+    An autograd function switches both modes of differentiation off while it runs. Below it, with
+    transforms active, lie further levels that are to be differentiated: without this,
+    `torch.func.jvp` of `torch.func.grad` would silently return zeros. torch's own functions for
+    nested levels do the same.
     """
     if not functorch_active():
         yield
@@ -227,7 +236,8 @@ def apply_single_level(function: type, *args: Any) -> Any:
 
 
 def symbol_of(size: Any) -> str | None:
-    """Return the text of a symbolic size's expression, or None for a size that is a plain number."""
+    """Return the text of a symbolic size's expression, or None for a size that is a plain
+    number."""
     if not isinstance(size, torch.SymInt):
         return None
     return None if size.node.maybe_as_int() is not None else str(size.node.expr)
@@ -250,7 +260,8 @@ def schema_of(operator: OpOverload) -> Any:
 
 
 def has_kernel(operator: OpOverload, key: str) -> bool:
-    """Return whether an operator has a kernel registered at exactly this dispatch (or alias) key."""
+    """Return whether an operator has a kernel registered at exactly this dispatch (or alias)
+    key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
 
 
@@ -296,7 +307,7 @@ def after_import(module: str, hook: Callable[[Any], None]) -> None:
                 execute(loaded)
                 hook(loaded)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[assignment, method-assign]
             return spec
 
     sys.meta_path.insert(0, _AfterImport())

@@ -1,8 +1,9 @@
 """Every error that the package raises on purpose, one class per kind of mistake.
 
-An error's first line says what is wrong and names the kernel, its second line says where (the author's file
-and line, when there is one), and the last says what to do. `KernelError` catches them all; each class also
-derives from the built-in that Python code expects, so ``except TypeError`` keeps working.
+An error's first line says what is wrong and names the kernel, its second line says where (the
+author's file and line, when there is one), and the last says what to do. `KernelError` catches them
+all; each class also derives from the built-in that Python code expects, so ``except TypeError``
+keeps working.
 """
 
 from __future__ import annotations

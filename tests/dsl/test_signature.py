@@ -38,7 +38,8 @@ def test_tensors_optionals_and_lists() -> None:
     ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]: ...
 
     assert schema(f) == (
-        "f(Tensor x, Tensor w, Tensor? b, Tensor[] xs, Tensor[] pair, Tensor?[] holes, Tensor[]? more=None)"
+        "f(Tensor x, Tensor w, Tensor? b, Tensor[] xs, Tensor[] pair, Tensor?[] holes, Tensor[]? "
+        "more=None)"
         " -> (Tensor, Tensor?, Tensor[])"
     )
 
@@ -62,13 +63,20 @@ def test_static_values_of_every_kind() -> None:
 
     assert schema(f) == (
         'f(Tensor x, int n, int[2] block=[8, 128], int[] pads=[], str act="RELU", str mode="a", '
-        "ScalarType dtype=float32, ScalarType torch_dtype=bfloat16, float? limit=None, str[]? names=None, "
+        "ScalarType dtype=float32, ScalarType torch_dtype=bfloat16, float? limit=None, str[]? "
+        "names=None, "
         "int? maybe=None, *, bool flag=False) -> Tensor"
     )
 
 
 def test_values_cross_the_schema_and_come_back_as_annotated() -> None:
-    def f(x: jax.Array, act: Activation, block: tuple[int, int], dtype: jnp.dtype, s: float = float("nan")) -> jax.Array: ...
+    def f(
+        x: jax.Array,
+        act: Activation,
+        block: tuple[int, int],
+        dtype: jnp.dtype,
+        s: float = float("nan"),
+    ) -> jax.Array: ...
 
     spec = from_function(f, "t::f", Options())
     act, block, dtype, s = (spec.parameter(n) for n in ("act", "block", "dtype", "s"))
@@ -89,7 +97,9 @@ def test_tunables_are_optional_in_the_schema() -> None:
 def test_dynamic_scalars_are_symbolic_in_the_schema() -> None:
     def f(x: jax.Array, n: int, s: float, flag: bool) -> jax.Array: ...
 
-    assert schema(f, dynamic_args=("n", "s")) == "f(Tensor x, SymInt n, float s, bool flag) -> Tensor"
+    assert (
+        schema(f, dynamic_args=("n", "s")) == "f(Tensor x, SymInt n, float s, bool flag) -> Tensor"
+    )
 
 
 def test_mutated_arguments_are_annotated() -> None:
@@ -112,7 +122,10 @@ def test_nested_results_are_flat_in_the_schema_and_nest_again() -> None:
 def test_partial_and_jit_wrapped_functions() -> None:
     def f(x: jax.Array, y: jax.Array, alpha: float) -> jax.Array: ...
 
-    assert schema(functools.partial(f, alpha=2.0)) == "f(Tensor x, Tensor y, *, float alpha=2.0) -> Tensor"
+    assert (
+        schema(functools.partial(f, alpha=2.0))
+        == "f(Tensor x, Tensor y, *, float alpha=2.0) -> Tensor"
+    )
     assert schema(jax.jit(f, static_argnums=2)) == "f(Tensor x, Tensor y, float alpha) -> Tensor"
 
 

@@ -41,7 +41,15 @@ def test_helpers_and_their_globals_count_and_comments_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [(1, 2), (1, 1.0), (1, True), (0.0, -0.0), ("a", b"a"), ((1, 2), [1, 2]), (np.zeros(2), np.zeros(3))],
+    [
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("a", b"a"),
+        ((1, 2), [1, 2]),
+        (np.zeros(2), np.zeros(3)),
+    ],
 )
 def test_closure_values_of_different_meaning_differ(a: Any, b: Any) -> None:
     assert digest(kernel_with(a)) != digest(kernel_with(b))

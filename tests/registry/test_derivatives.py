@@ -1,4 +1,5 @@
-"""Gradients, tangents and batching of kernels, against torch's own operators and numerical derivatives."""
+"""Gradients, tangents and batching of kernels, against torch's own operators and numerical
+derivatives."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_gradients_equal_torchs(device: str, compiled: bool) -> None:
     grads = []
     for function in (call, torch_wave):
         generator = torch.Generator().manual_seed(0)
-        x, y = (torch.randn(4, 5, generator=generator).to(device).requires_grad_() for _ in range(2))
+        x, y = (
+            torch.randn(4, 5, generator=generator).to(device).requires_grad_() for _ in range(2)
+        )
         function(x, y).square().sum().backward()
         grads.append((x.grad, y.grad))
     torch.testing.assert_close(grads[0], grads[1])
@@ -70,7 +73,8 @@ def test_transforms_of_torch_func() -> None:
     )
     batch = torch.randn(4, 3)
     close(
-        torch.func.vmap(torch.func.grad(loss(wave)))(batch), torch.func.vmap(torch.func.grad(loss(torch_wave)))(batch)
+        torch.func.vmap(torch.func.grad(loss(wave)))(batch),
+        torch.func.vmap(torch.func.grad(loss(torch_wave)))(batch),
     )
 
 
@@ -83,13 +87,17 @@ def test_vmap_is_one_launch_whatever_the_dims() -> None:
     torch.testing.assert_close(
         torch.vmap(wave, in_dims=(1, None), out_dims=1)(x.t(), y), torch_wave(x, y).t()
     )
-    nested = torch.vmap(torch.vmap(wave, in_dims=(0, None)), in_dims=(0, None))(x.expand(2, 4, 3), y)
+    nested = torch.vmap(torch.vmap(wave, in_dims=(0, None)), in_dims=(0, None))(
+        x.expand(2, 4, 3), y
+    )
     torch.testing.assert_close(nested, torch_wave(x, y).expand(2, 4, 3))
 
 
 def test_vmap_of_lists_and_optionals() -> None:
     @tk.tpu_kernel("derivatives::joined")
-    def joined(xs: list[jax.Array], b: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
+    def joined(
+        xs: list[jax.Array], b: jax.Array | None = None
+    ) -> tuple[jax.Array, list[jax.Array]]:
         total = jnp.concatenate(xs)
         return (total if b is None else total + b), [x * 2 for x in xs]
 
@@ -111,7 +119,9 @@ def test_checkpoint_recomputes_to_the_same_gradient() -> None:
 
 def test_integers_unused_outputs_and_inputs_without_gradient() -> None:
     @tk.tpu_kernel("derivatives::gather")
-    def gather(x: jax.Array, w: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gather(
+        x: jax.Array, w: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         return x[index] * 2, x * w, index + 1
 
     index = torch.tensor([0, 2], dtype=torch.int32)
@@ -142,14 +152,16 @@ def test_a_kernel_without_backward_says_so_at_backward(backward: str | None) -> 
 
 
 def test_backward_by_the_reference_and_by_hand() -> None:
-    by_reference = tk.tpu_kernel("derivatives::square_ref", backward="reference", reference=lambda x: x * x)(
-        pallas_square
-    )
+    by_reference = tk.tpu_kernel(
+        "derivatives::square_ref", backward="reference", reference=lambda x: x * x
+    )(pallas_square)
     by_hand = tk.tpu_kernel("derivatives::square_hand")(pallas_square)
     seen: dict[str, Any] = {}
 
     @by_hand.backward
-    def backward(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor, needs_input_grad: Any) -> dict[str, Any]:
+    def backward(
+        grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor, needs_input_grad: Any
+    ) -> dict[str, Any]:
         seen.update(out=out, needs=needs_input_grad)
         return {"x": 2 * x * grad}
 

@@ -1,4 +1,5 @@
-"""Calling kernels: values, layouts, dtypes, structure, devices, errors; eager, fake and compiled agree."""
+"""Calling kernels: values, layouts, dtypes, structure, devices, errors; eager, fake and compiled
+agree."""
 
 from __future__ import annotations
 
@@ -44,11 +45,23 @@ def pallas_add_one(x: jax.Array) -> jax.Array:
 
     spec = pl.BlockSpec((8, 128), lambda i, j: (i, j))
     grid = tuple(pl.cdiv(d, b) for d, b in zip(x.shape, (8, 128), strict=True))
-    return pl.pallas_call(body, grid=grid, in_specs=[spec], out_specs=spec, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )(x)
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset()
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.storage_offset(),
+    )
 
 
 def fake_of(call: Any, *tensors: torch.Tensor) -> Any:
@@ -97,7 +110,9 @@ LAYOUTS = {
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.integers(1, 5),
     columns=st.integers(1, 6),
@@ -110,7 +125,9 @@ def test_eager_fake_and_plain_torch_agree_for_every_layout(
 ) -> None:
     if layout == "requires grad" and not dtype.is_floating_point:
         dtype = torch.float32
-    base = torch.arange((rows + 1) * (columns + 1)).reshape(rows + 1, columns + 1).to(dtype).to(device)
+    base = (
+        torch.arange((rows + 1) * (columns + 1)).reshape(rows + 1, columns + 1).to(dtype).to(device)
+    )
     x = LAYOUTS[layout](base)
     before = x.detach().clone()
     real = pallas_or_plain(x)
@@ -130,13 +147,17 @@ def double(x: jax.Array) -> jax.Array:
     return x + x
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "aot_eager"), ("tpu", "aot_eager"), ("tpu", "tpu")])
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), ("tpu", "aot_eager"), ("tpu", "tpu")]
+)
 def test_compiled_equals_eager_with_one_graph_for_all_sizes(device: str, backend: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(lambda a, b: axpy(a, b, 2.0) + 1, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda a, b: axpy(a, b, 2.0) + 1, backend=counter, fullgraph=True, dynamic=True
+    )
     for n in (3, 5, 9):
         x, y = torch.randn(n, 4, device=device), torch.randn(n, 4, device=device)
         torch.testing.assert_close(compiled(x, y), 2 * x + y + 1)
@@ -197,13 +218,18 @@ def test_remembered_arrays_die_with_their_tensors() -> None:
 def test_64_bit_inputs_are_refused_by_name(dtype: torch.dtype) -> None:
     x = torch.ones(2).to(dtype)
     for call in (lambda: double(x), lambda: fake_of(double, x)):
-        with pytest.raises(tk.DTypeError, match=r"'x' is torch\..*64|'x' is torch\.complex128") as error:
+        with pytest.raises(
+            tk.DTypeError, match=r"'x' is torch\..*64|'x' is torch\.complex128"
+        ) as error:
             call()
         assert isinstance(error.value, TypeError)
 
 
 def test_mixed_devices_name_each_argument() -> None:
-    for x, y in ((torch.ones(2), torch.ones(2, device="tpu")), (torch.ones(2, device="tpu"), torch.ones(2))):
+    for x, y in (
+        (torch.ones(2), torch.ones(2, device="tpu")),
+        (torch.ones(2, device="tpu"), torch.ones(2)),
+    ):
         with pytest.raises(tk.DeviceError, match=r"'x' on .*, 'y' on "):
             axpy(x, y)
         axpy(x, x)
@@ -214,7 +240,10 @@ def test_mixed_devices_name_each_argument() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: axpy(x, x, torch.tensor(1.0)), ["'alpha'", "takes float", "got a tensor", ".item()"]),
+        (
+            lambda x: axpy(x, x, torch.tensor(1.0)),
+            ["'alpha'", "takes float", "got a tensor", ".item()"],
+        ),
         (lambda x: axpy(x, x, "two"), ["'alpha'", "takes float", "'two'"]),
         (lambda x: tiled(x, (1, 2, 3)), ["'block'", "expected 2 values, got 3"]),
         (lambda x: tiled(x, 4), ["'block'"]),

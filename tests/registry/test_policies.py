@@ -29,9 +29,18 @@ BASE = torch.arange(64.0)
     ("call", "words"),
     [
         (lambda t: donating(t, t), "'a' is donated, but it shares its memory with argument 'a'"),
-        (lambda t: donating(t[:32], torch.ones(32, device=t.device)), "'a' is donated, but it is a view"),
-        (lambda t: donating(t, t.view(8, 8).view(-1)), "'a' is donated, but it shares its memory with argument 'b'"),
-        (lambda t: donating(t.clone().requires_grad_(), t), "'a' is donated, but an argument requires a gradient"),
+        (
+            lambda t: donating(t[:32], torch.ones(32, device=t.device)),
+            "'a' is donated, but it is a view",
+        ),
+        (
+            lambda t: donating(t, t.view(8, 8).view(-1)),
+            "'a' is donated, but it shares its memory with argument 'b'",
+        ),
+        (
+            lambda t: donating(t.clone().requires_grad_(), t),
+            "'a' is donated, but an argument requires a gradient",
+        ),
     ],
 )
 def test_unsafe_donation_is_refused_before_the_launch(
@@ -48,7 +57,12 @@ def test_unsafe_donation_is_refused_before_the_launch(
 def test_a_donated_tensor_is_dead_and_says_who_took_it(device: str) -> None:
     tensor, other = BASE.to(device).clone(), torch.ones(64, device=device)
     assert torch.equal(donating(tensor, other).cpu(), BASE + 1)
-    for use in (lambda: tensor.sum(), lambda: other + tensor, lambda: tensor.shape, lambda: donating(tensor, other)):
+    for use in (
+        lambda: tensor.sum(),
+        lambda: other + tensor,
+        lambda: tensor.shape,
+        lambda: donating(tensor, other),
+    ):
         with pytest.raises(RuntimeError, match="tensor 'a' was donated to policies::donating"):
             use()
     assert "donated" in repr(tensor)
@@ -56,7 +70,9 @@ def test_a_donated_tensor_is_dead_and_says_who_took_it(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", [torch.bfloat16, "autocast"])
-def test_autocast_casts_floating_inputs_in_eager_and_compiled(device: str, policy: torch.dtype | str) -> None:
+def test_autocast_casts_floating_inputs_in_eager_and_compiled(
+    device: str, policy: torch.dtype | str
+) -> None:
     name = "match" if policy == "autocast" else "fixed"
 
     @tk.tpu_kernel(f"policies::autocast_{name}_{device}", autocast=policy)

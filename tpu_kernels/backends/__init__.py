@@ -11,9 +11,10 @@ _ready = False
 def ready() -> None:
     """Give kernels their backends: CPU at once, the simulated device wherever it may be installed.
 
-    Called on the first use of the package's API (importing the package alone changes nothing). Where the simulated
-    device cannot or must not be installed (real TorchTPU, another platform, ``TPU_KERNELS_SIM_DEVICE=0``), kernels
-    run on CPU tensors, and `tpu_kernels.backends.device.why_not` says why.
+    Called on the first use of the package's API (importing the package alone changes nothing).
+    Where the simulated device cannot or must not be installed (real TorchTPU, another platform,
+    ``TPU_KERNELS_SIM_DEVICE=0``), kernels run on CPU tensors, and
+    `tpu_kernels.backends.device.why_not` says why.
     """
     global _ready
     if _ready:

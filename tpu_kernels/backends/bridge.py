@@ -1,10 +1,11 @@
 """Tensors between torch and JAX without copies, by DLPack capsules.
 
-An imported `jax.Array` is remembered for as long as the tensor lives: a tensor that is passed again (a weight, a
-cache) costs a dictionary lookup. That is safe because a remembered array is the tensor's own memory (never a copy),
-and because every kernel call is over before it returns: programs run synchronously, and a later in-place write by
-torch cannot reach a running one. The array behind a result is not remembered: torch's dispatcher makes a new Python
-object of a result tensor, so that the memory would be lost at once, at a cost of 10 µs.
+An imported `jax.Array` is remembered for as long as the tensor lives: a tensor that is passed again
+(a weight, a cache) costs a dictionary lookup. That is safe because a remembered array is the
+tensor's own memory (never a copy), and because every kernel call is over before it returns:
+programs run synchronously, and a later in-place write by torch cannot reach a running one. The
+array behind a result is not remembered: torch's dispatcher makes a new Python object of a result
+tensor, so that the memory would be lost at once, at a cost of 10 µs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from tpu_kernels import _compat_jax, _compat_torch
 
 ALIGNMENT = 64
-"""Bytes that XLA:CPU wants buffers aligned to; it silently copies others, and a copy must not be remembered."""
+"""Bytes that XLA:CPU wants buffers aligned to; it silently copies others, and a copy must not be
+remembered."""
 
 
 class WrongDevice(Exception):
@@ -30,8 +32,10 @@ class Bridge:
 
     Args:
         device_type: ``"cpu"`` or ``"tpu"``.
-        to_cpu_capsule: Marks a capsule that torch exported as CPU memory (in place), or None if it is.
-        from_cpu_capsule: Marks a capsule that JAX exported as memory of the device (in place), or None.
+        to_cpu_capsule: Marks a capsule that torch exported as CPU memory (in place), or None if it
+            is.
+        from_cpu_capsule: Marks a capsule that JAX exported as memory of the device (in place), or
+            None.
 
     Attributes:
         to_jax: ``tensor -> jax.Array`` on the tensor's logical values.

@@ -1,8 +1,10 @@
-"""Runs an operator on host memory: one compiled JAX program per key, called with as little Python as possible.
+"""Runs an operator on host memory: one compiled JAX program per key, called with as little Python
+as possible.
 
-The function that torch's dispatcher calls is generated from the operator's parameters: it forms the key (shapes,
-dtypes, static values, the caller's mode), looks the compiled program up, and calls it on arrays that share the
-tensors' memory. Everything unusual happens once per key in `Executor.first_call`, or on a slow path.
+The function that torch's dispatcher calls is generated from the operator's parameters: it forms the
+key (shapes, dtypes, static values, the caller's mode), looks the compiled program up, and calls it
+on arrays that share the tensors' memory. Everything unusual happens once per key in
+`Executor.first_call`, or on a slow path.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ class Executor:
     Args:
         operator: What to run.
         device_type: Type of the tensors' device.
-        make_bridge: Returns the bridge between the tensors and JAX. Called on the first call, not before:
-            decorating a kernel must not start JAX.
+        make_bridge: Returns the bridge between the tensors and JAX. Called on the first call, not
+            before: decorating a kernel must not start JAX.
     """
 
-    def __init__(self, operator: Operator, device_type: str, make_bridge: Callable[[], Bridge]) -> None:
+    def __init__(
+        self, operator: Operator, device_type: str, make_bridge: Callable[[], Bridge]
+    ) -> None:
         self.operator = operator
         self.device_type = device_type
         self.make_bridge = make_bridge
@@ -70,7 +74,8 @@ class Executor:
             "_first": self.first_call,
             "_mode": current_mode,
             "_launch": self.operator.counters.launch,
-            # Bound on the first call through `_first`; the generated function never gets here before.
+            # Bound on the first call through `_first`; the generated function never gets here
+            # before.
             "_J": None,
             "_T": None,
             "_freeze": freeze,
@@ -216,7 +221,8 @@ class Executor:
     def _narrowing(
         self, program: Callable[..., Any], slots: Sequence[Any]
     ) -> Callable[[list[Any]], Any]:
-        """Policy "narrow_checked": integers that fit go in as 32 bits, results are widened to what is declared."""
+        """Policy "narrow_checked": integers that fit go in as 32 bits, results are widened to what
+        is declared."""
         parameters = self.operator.definition.parameters
 
         def run(arguments: list[Any]) -> Any:
@@ -239,10 +245,12 @@ class Executor:
             low, high = int(tensor.min()), int(tensor.max())
             if low < limits.min or high > limits.max:
                 raise ArgumentError(
-                    f"kernel {self.operator.definition.kernel!r}: argument {name!r} holds values out of the range of "
+                    f"kernel {self.operator.definition.kernel!r}: argument {name!r} holds values "
+                    "out of the range of "
                     f"{str(narrow).removeprefix('torch.')} ({low} to {high})",
                     where=self.operator.definition.where,
-                    hint="the kernel declares int64='narrow_checked'; int64='exact' keeps 64 bits on CPU",
+                    hint="the kernel declares int64='narrow_checked'; int64='exact' keeps 64 bits "
+                    "on CPU",
                 )
         return tensor.to(narrow)
 
@@ -302,7 +310,8 @@ def _write_back(old: Any, new: Any) -> None:
         old.copy_(new)
 
 
-# ---------------------------------------------------------------------- source text of the fast path
+# ---------------------------------------------------------------------- source text of the fast
+# path
 def _key_parts(p: Parameter) -> list[str]:
     name = p.name
     if p.kind is Kind.TENSOR:

@@ -1,4 +1,5 @@
-"""Kernels on tensors of the simulated device: the CPU programs, on memory that is the same for both devices."""
+"""Kernels on tensors of the simulated device: the CPU programs, on memory that is the same for both
+devices."""
 
 from __future__ import annotations
 
