@@ -41,20 +41,31 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.bundle import load, save_bundle
     from tpu_kernels.registry.decorator import tpu_kernel
     from tpu_kernels.registry.kernel import Kernel
-    from tpu_kernels.registry.overrides import override, overrides
+    from tpu_kernels.registry.overrides import (
+        Decline,
+        explain_overrides,
+        override,
+        override_debug,
+        overrides,
+    )
     from tpu_kernels.tuning import TuningCache, autotune, cache_key, select
     from tpu_kernels.verify.compiling import compile
 
 __version__ = "0.1.0"
 
+_PACKAGES = ("integrations", "ops")
+
 _WHERE = {
+    "Decline": "tpu_kernels.registry.overrides",
     "Kernel": "tpu_kernels.registry.kernel",
     "TuningCache": "tpu_kernels.tuning",
     "autotune": "tpu_kernels.tuning",
     "cache_key": "tpu_kernels.tuning",
     "compile": "tpu_kernels.verify.compiling",
+    "explain_overrides": "tpu_kernels.registry.overrides",
     "load": "tpu_kernels.registry.bundle",
     "override": "tpu_kernels.registry.overrides",
+    "override_debug": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
     "save_bundle": "tpu_kernels.registry.bundle",
     "select": "tpu_kernels.tuning",
@@ -67,6 +78,7 @@ __all__ = [
     "CompileError",
     "ConfigError",
     "DTypeError",
+    "Decline",
     "DeviceError",
     "GradientError",
     "Kernel",
@@ -83,8 +95,10 @@ __all__ = [
     "autotune",
     "cache_key",
     "compile",
+    "explain_overrides",
     "load",
     "override",
+    "override_debug",
     "overrides",
     "save_bundle",
     "select",
@@ -93,16 +107,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _WHERE.get(name)
+    module = f"tpu_kernels.{name}" if name in _PACKAGES else _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module 'tpu_kernels' has no attribute {name!r}")
     importlib.import_module("tpu_kernels.backends").ready()
     importlib.import_module("tpu_kernels.tuning.lookup").install()
     importlib.import_module("tpu_kernels.integrations").install()
-    value = getattr(importlib.import_module(module), name)
+    value: Any = importlib.import_module(module)
+    if name not in _PACKAGES:
+        value = getattr(value, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *_WHERE, *_PACKAGES})
