@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from tpu_kernels.compiler import pickling
 from tpu_kernels.compiler.chips import Target
 from tpu_kernels.compiler.diagnose import diagnose
 from tpu_kernels.compiler.pool import Job, Outcome
-from tpu_kernels.errors import KernelError, TuningError
+from tpu_kernels.errors import KernelError
 from tpu_kernels.registry.binding import Bound
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.tuning import child, space
 from tpu_kernels.tuning.child import Failure, failure_of
 from tpu_kernels.tuning.records import canonical, encode
 from tpu_kernels.tuning.report import TuneRow
+from tpu_kernels.verify.portable import portable
 
 _REASON_LIMIT = 400
 _START_S = 120.0  # for imports in a worker, on a machine that may be busy
@@ -42,64 +42,7 @@ class Candidate:
 
     def function(self, *, interpret: bool, target: str | None = None) -> Callable[..., Any]:
         """Return the candidate as a JAX function of flat arrays that can be sent to a worker."""
-        kernel = self.bound.kernel
-        if _is_at_module_level(kernel):
-            return KernelFunction(self.bound, interpret, target)
-        return self.bound.function(interpret=interpret, target=target)
-
-
-class KernelFunction:
-    """A bound kernel as a function that travels by the kernel's name.
-
-    A worker imports the kernel's module instead of unpickling its code, so the module may hold what
-    has no pickle: `jax.custom_vjp` functions, jitted functions, locks.
-
-    Args:
-        bound: The kernel with arguments and config.
-        interpret: Whether Pallas calls are interpreted.
-        target: Chip, or None for the simulated one.
-    """
-
-    def __init__(self, bound: Bound, interpret: bool, target: str | None) -> None:
-        self._bound = bound
-        self._interpret = interpret
-        self._target = target
-        self._function = bound.function(interpret=interpret, target=target)
-        self.__name__ = self.__qualname__ = bound.kernel.spec.opname
-
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run or trace the kernel."""
-        return tuple(self._function(*arrays))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        bound = self._bound
-        digest = bound.kernel.spec.source.digest
-        call = (bound.kernel, bound.call, bound.dynamics)
-        return _rebuild, (*call, self._interpret, self._target, digest)
-
-
-def _rebuild(
-    kernel: Kernel,
-    call: Any,
-    dynamics: tuple[Any, ...],
-    interpret: bool,
-    target: str | None,
-    digest: str,
-) -> KernelFunction:
-    if kernel.spec.source.digest != digest:
-        raise TuningError(
-            f"kernel {kernel.name!r} was changed on disk while it is being tuned",
-            where=str(kernel.spec.source),
-            hint="start the tuning again",
-        )
-    return KernelFunction(Bound(kernel, call, (), dynamics), interpret, target)
-
-
-def _is_at_module_level(kernel: Kernel) -> bool:
-    module = kernel.spec.source.module
-    if not pickling.is_importable(module):
-        return False
-    return any(value is kernel for value in vars(sys.modules[module]).values())
+        return portable(self.bound, interpret, target)
 
 
 def named_arguments(

@@ -90,7 +90,7 @@ def inspect(fn: Callable[..., Any], avals: Sequence[Any], target: str) -> Inspec
     """
     from tpu_kernels.compiler import lowering
     from tpu_kernels.compiler.chips import resolve
-    from tpu_kernels.tuning.pallas_model import pallas_models
+    from tpu_kernels.compiler.pallas_model import pallas_models
 
     try:
         program = lowering.lower(fn, avals, resolve(target))

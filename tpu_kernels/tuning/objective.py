@@ -14,7 +14,7 @@ from tpu_kernels.compiler.chips import Chip
 from tpu_kernels.compiler.report import CompileReport
 
 if TYPE_CHECKING:
-    from tpu_kernels.tuning.pallas_model import PallasModel
+    from tpu_kernels.compiler.pallas_model import PallasModel
 
 
 @dataclass(frozen=True)

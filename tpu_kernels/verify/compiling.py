@@ -27,8 +27,16 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 @dataclass(frozen=True)
-class _Traceable:
-    """A function of flat JAX arrays, ready to be lowered."""
+class Traceable:
+    """A function of flat JAX arrays, ready to be lowered.
+
+    Attributes:
+        name: Name for reports.
+        function_for: The function as a target sees it: its configuration may depend on it.
+        avals: Shape and dtype of each array.
+        where: ``file:line`` of the definition.
+        concrete: Values of small integer arguments by position.
+    """
 
     name: str
     function_for: Callable[[Target], Callable[..., Any]]
@@ -110,22 +118,22 @@ def compile(
         targets = [resolve(each) for each in target]
         if not targets:
             raise ArgumentError("no target to compile for", hint="name one, such as 'v6e'")
-    traceable = _traceable(kernel, tuple(args), config, kwargs)
+    program = traceable(kernel, tuple(args), config, kwargs)
     requests = []
     for each in targets:
         folder = None if dump is None else Path(dump)
         if folder is not None and len(targets) > 1:
             folder = folder / each.topology_name.replace(":", "-")
         request = Request(
-            fn=traceable.function_for(each),
-            avals=traceable.avals,
+            fn=program.function_for(each),
+            avals=program.avals,
             target=each,
-            name=traceable.name,
-            where=traceable.where,
+            name=program.name,
+            where=program.where,
             timeout_s=timeout_s,
             cache=cache,
             dump=folder,
-            concrete=traceable.concrete,
+            concrete=program.concrete,
         )
         requests.append(request)
     done = dict(compile_all(requests))
@@ -134,12 +142,13 @@ def compile(
     return CompileReports({each.name: done[index] for index, each in enumerate(targets)})
 
 
-def _traceable(
+def traceable(
     kernel: Callable[..., Any],
     args: tuple[Any, ...],
     config: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],
-) -> _Traceable:
+) -> Traceable:
+    """Make of a kernel or JAX function with arguments what the compiler takes; see `compile`."""
     if isinstance(kernel, Kernel):
         bound = kernel.bind(*args, config=config, **kwargs)
 
@@ -148,11 +157,11 @@ def _traceable(
 
         concrete = _integers(bound.tensors)
         where = str(kernel.spec.source)
-        return _Traceable(kernel.name, function_for, bound.avals, where, concrete)
+        return Traceable(kernel.name, function_for, bound.avals, where, concrete)
     return _plain(kernel, args, {**kwargs, **(config or {})})
 
 
-def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Traceable:
+def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traceable:
     """Split the arguments of a JAX function into arrays, to be traced, and fixed values."""
     import jax
 
@@ -174,7 +183,7 @@ def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     where = f"{place.file}:{place.line}" if place.line else None
     concrete = _integers([leaves[index] for index in arrays])
     kept = [avals[index] for index in arrays]
-    return _Traceable(name, lambda _: flat, kept, where, concrete)
+    return Traceable(name, lambda _: flat, kept, where, concrete)
 
 
 def _aval(leaf: Any, what: str) -> Any:
