@@ -28,7 +28,7 @@ from tpu_kernels.registry.derivatives import Derivatives
 from tpu_kernels.registry.layout import ONE, Layout, join, split
 from tpu_kernels.registry.operator import Operator, results_of, signature_source
 
-forward_level = _compat_torch.forward_ad_level_reader()
+_forward_ad = _compat_torch.forward_ad_module()
 
 
 class Rule(Protocol):
@@ -160,7 +160,7 @@ class Autograd:
             "_redispatch": _compat_torch.redispatcher(operator.op),
             "_below": _compat_torch.after_autograd_keys(),
             "_grad_enabled": torch.is_grad_enabled,
-            "_forward_level": forward_level,
+            "_forward_ad": _compat_torch.forward_ad_module(),
             "_direct": operator.direct.get,
             "_any": _any_needs_grad,
             "_differentiate": lambda *args, **kwargs: self._differentiate(function, args, kwargs),
@@ -173,7 +173,7 @@ class Autograd:
         )
         source = f"""
 def kernel(_keyset, {signature}):
-    if (_grad_enabled() and ({needs or "False"})) or _forward_level() >= 0:
+    if (_grad_enabled() and ({needs or "False"})) or _forward_ad._current_level >= 0:
         return _differentiate({passed})
     _implementation = _direct(_keyset.raw_repr())
     if _implementation is not None:
@@ -237,7 +237,7 @@ class JaxRule:
     def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """Outputs and residuals; without residuals where a transform wants to differentiate
         again."""
-        plain = _compat_torch.functorch_active() or forward_level() >= 0
+        plain = _compat_torch.functorch_active() or _forward_ad._current_level >= 0
         saves = (
             self.derivatives.save_residuals
             and not plain

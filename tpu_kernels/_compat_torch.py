@@ -186,15 +186,14 @@ def functorch_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def forward_ad_level_reader() -> Callable[[], int]:
-    """Return a function for the level of the innermost `torch.autograd.forward_ad.dual_level` (-1:
-    outside of any).
+def forward_ad_module() -> Any:
+    """Return the module whose ``_current_level`` says whether forward mode is active (-1: it is not).
 
     There is no public question for it, and an operator's autograd kernel asks on every call.
     """
     from torch.autograd import forward_ad
 
-    return lambda: forward_ad._current_level
+    return forward_ad
 
 
 def single_level_function() -> type:

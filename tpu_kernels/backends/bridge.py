@@ -49,7 +49,9 @@ class Bridge:
         from_cpu_capsule: Callable[[Any], Any] | None = None,
     ) -> None:
         self.device_type = device_type
+        # (array, weak reference to the tensor, data pointer, shape, dtype) by id of the tensor
         self._remembered: dict[int, tuple[Any, ...]] = {}
+        self.remembered = self._remembered.get
         self._device = _compat_jax.cpu_device()
         self._mark_cpu = to_cpu_capsule
         self._mark_device = from_cpu_capsule
@@ -57,7 +59,7 @@ class Bridge:
         self.to_torch = self._make_to_torch()
 
     def _make_to_jax(self) -> Callable[[torch.Tensor], Any]:
-        remembered, miss = self._remembered.get, self._import
+        remembered, miss = self._remembered.get, self.import_tensor
 
         def to_jax(tensor: torch.Tensor) -> Any:
             hit = remembered(id(tensor))
@@ -75,7 +77,8 @@ class Bridge:
 
         return to_jax
 
-    def _import(self, tensor: torch.Tensor) -> Any:
+    def import_tensor(self, tensor: torch.Tensor) -> Any:
+        """Make an array of a tensor that is not remembered, and remember it."""
         if tensor.device.type != self.device_type:
             raise WrongDevice
         plain = tensor.detach()

@@ -74,27 +74,29 @@ class Executor:
             "_first": self.first_call,
             "_mode": current_mode,
             "_launch": self.operator.counters.launch,
-            # Bound on the first call through `_first`; the generated function never gets here
-            # before.
-            "_J": None,
-            "_T": None,
+            "_id": id,  # a parameter may be called like a builtin
+            "_tuple": tuple,
             "_freeze": freeze,
             "_WrongDevice": WrongDevice,
             "_wrong_device": self.wrong_device,
         }
         names = [p.name for p in definition.parameters]
         keys = ["_mode()"] + [k for p in definition.parameters for k in _key_parts(p)]
-        arrays = [_array_expression(p) for p in definition.parameters if p.kind.is_tensor]
+        tensors = [p for p in definition.parameters if p.kind.is_tensor]
+        plain = [p.name for p in tensors if p.kind is Kind.TENSOR]
+        arrays = [_array_expression(p) for p in tensors]
         arrays += [p.name for p in definition.parameters if p.kind is Kind.DYNAMIC]
         call = f"_program({', '.join(arrays)})"
         lines = [
             f"def implementation({signature_source(definition, env)[0]}):",
+            *(f"    _shape_{n} = {n}.shape; _dtype_{n} = {n}.dtype" for n in plain),
             f"    _key = ({', '.join(keys)},)",
             "    _program = _find(_key)",
             "    if _program is None:",
             f"        return _first(_key, [{', '.join(names)}])",
             "    _launch()",
             "    try:",
+            *(line for name in plain for line in _import_lines(name)),
             *_return_lines(definition.returns, definition.mutated, definition.parameters, call),
             "    except _WrongDevice:",
             f"        raise _wrong_device([{', '.join(names)}]) from None",
@@ -110,7 +112,14 @@ class Executor:
         if slow is not None:
             return slow(arguments)
         with self.lock:
-            self.environment.update(_J=self.bridge.to_jax, _T=self.bridge.to_torch)
+            # The generated function reaches these names only after a first call came here.
+            bridge = self.bridge
+            self.environment.update(
+                _J=bridge.to_jax,
+                _T=bridge.to_torch,
+                _remembered=bridge.remembered,
+                _import=bridge.import_tensor,
+            )
             if key in self.programs:
                 return self._run(self.programs[key], arguments)
             if key in self.slow_programs:
@@ -315,28 +324,40 @@ def _write_back(old: Any, new: Any) -> None:
 def _key_parts(p: Parameter) -> list[str]:
     name = p.name
     if p.kind is Kind.TENSOR:
-        return [f"{name}.shape", f"{name}.dtype"]
+        return [f"_shape_{name}", f"_dtype_{name}"]
     if p.kind is Kind.OPTIONAL:
         return [f"None if {name} is None else ({name}.shape, {name}.dtype)"]
     if p.kind is Kind.LIST:
-        return [f"tuple([(_t.shape, _t.dtype) for _t in {name}])"]
+        return [f"_tuple([(_t.shape, _t.dtype) for _t in {name}])"]
     if p.kind.is_list:
-        items = f"tuple([None if _t is None else (_t.shape, _t.dtype) for _t in {name}])"
+        items = f"_tuple([None if _t is None else (_t.shape, _t.dtype) for _t in {name}])"
         return [f"None if {name} is None else {items}"]
     if p.kind is Kind.DYNAMIC:
         return []
     return [name] if p.schema_type in ("str", "int", "ScalarType") else [f"_freeze({name})"]
 
 
+def _import_lines(name: str) -> list[str]:
+    """`Bridge.to_jax` of a plain tensor, written out: a call would cost as much as its content."""
+    return [
+        f"        _hit = _remembered(_id({name}))",
+        f"        if (_hit is not None and _hit[1]() is {name} and _hit[2] == {name}.data_ptr()"
+        f" and _hit[3] == _shape_{name} and _hit[4] is _dtype_{name} and {name}.is_contiguous()):",
+        f"            _array_{name} = _hit[0]",
+        "        else:",
+        f"            _array_{name} = _import({name})",
+    ]
+
+
 def _array_expression(p: Parameter) -> str:
     name = p.name
     if p.kind is Kind.TENSOR:
-        return f"_J({name})"
+        return f"_array_{name}"
     if p.kind is Kind.OPTIONAL:
         return f"None if {name} is None else _J({name})"
     if p.kind is Kind.LIST:
-        return f"tuple([_J(_t) for _t in {name}])"
-    return f"None if {name} is None else tuple([None if _t is None else _J(_t) for _t in {name}])"
+        return f"_tuple([_J(_t) for _t in {name}])"
+    return f"None if {name} is None else _tuple([None if _t is None else _J(_t) for _t in {name}])"
 
 
 def _return_lines(
