@@ -26,13 +26,14 @@ import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
 from tpu_kernels import __version__
 from tpu_kernels.compiler import locations
+from tpu_kernels.compiler.pickling import named_code
 from tpu_kernels.compiler.versions import jax_version
 from tpu_kernels.errors import ArgumentError, BundleError, KernelError, NameClashError
 from tpu_kernels.registry import naming
@@ -42,6 +43,7 @@ FORMAT = 1
 KIND = "tpu_kernels bundle"
 _MANIFEST = "manifest.json"
 _OWN = __name__.partition(".")[0]
+_NAMELESS = "<dynamic-code>"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal contents make equal files
 
 _lock = threading.Lock()  # by-value registration is global to cloudpickle
@@ -194,6 +196,9 @@ def _dumps(kernel: Kernel) -> tuple[bytes, list[Kernel]]:
                     called.append(obj)
                     return registered_kernel, (obj.name,)
                 return NotImplemented  # shipped with this package: found by its module
+            if isinstance(obj, CodeType) and obj.co_filename != _NAMELESS:
+                # cloudpickle drops the file names of code, which error messages need.
+                return named_code, (obj.replace(co_filename=_NAMELESS), obj.co_filename)
             return super().reducer_override(obj)
 
     stream = io.BytesIO()

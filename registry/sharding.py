@@ -18,14 +18,16 @@ from tpu_kernels.errors import ArgumentError, SignatureError
 from tpu_kernels.registry.layout import Layout, flat_names
 
 Spot = int | str | None
-"""One tensor in a choice: the dimension that is split, how partial values combine (``"sum"``), or
-None: whole."""
+"""One tensor in a choice: the dimension that is split, how partial values combine, or None."""
 
 REDUCTIONS = ("sum", "max", "min")
 ELLIPSIS = "..."
 UNNAMED = "_"
 _NAME = re.compile(r"[A-Za-z]\w*")
-_SYNTAX = 'write axes as names separated by spaces, tensors by commas: "batch seq d!, d -> batch seq d!; sum seq"'
+_SYNTAX = (
+    'write axes as names separated by spaces, tensors by commas: "rows d!, d -> rows d!"; mark what'
+    " cannot be split with !, and declare what is summed: '; sum k'"
+)
 
 
 @dataclasses.dataclass(frozen=True)

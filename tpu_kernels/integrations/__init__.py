@@ -26,9 +26,9 @@ _installed = False
 
 
 def install() -> None:
-    """Make kernels known to the libraries that this process uses, now or later; costs next to nothing.
+    """Make kernels known to the libraries that this process uses, now or later.
 
-    Called on the first use of the package's API. Nothing is imported for it: DTensor's rules are
+    Called on the first use of the package's API. It costs next to nothing: DTensor's rules are
     attached when the program itself imports ``torch.distributed.tensor``.
     """
     global _installed

@@ -2,8 +2,8 @@
 
 A call on DTensors becomes: redistribute the arguments, run the operator on the local tensors, wrap
 the local results. With gradients the three steps are differentiated one by one, so that the local
-operator's own backward is used (residuals, hand-written backwards and all) and no derivative needs a
-rule of its own. Arguments may be keywords, lists and absent, which torch's own rules do not cover.
+operator's own backward is used (residuals, hand-written backwards and all) and no derivative needs
+a rule of its own. Arguments may be keywords, lists and absent, which torch's rules do not cover.
 
 Where nothing else is said every device computes everything: correct for any kernel, and noted once.
 """
@@ -123,7 +123,7 @@ class DistributedKernel:
                 first = name, tensor.device_mesh
             elif tensor.device_mesh != first[1]:
                 raise ArgumentError(
-                    f"kernel {self.kernel.name!r}: {first[0]!r} and {name!r} are on different meshes",
+                    f"kernel {self.kernel.name!r}: {first[0]!r} and {name!r} are on two meshes",
                     where=str(self.kernel.spec.source),
                     hint=f"they are {first[1]} and {tensor.device_mesh}",
                 )
@@ -221,8 +221,8 @@ class DistributedKernel:
             if not self._noted:
                 self._noted = True
                 _log.warning(
-                    "kernel %r (%s) has no sharding rule: its DTensor arguments are gathered and every"
-                    " device computes everything; state one with sharding= or register_sharding",
+                    "kernel %r (%s) has no sharding rule: its DTensor arguments are gathered and"
+                    " every device computes everything; state one with sharding=",
                     self.kernel.name,
                     self.kernel.spec.source,
                 )

@@ -149,7 +149,7 @@ def _possible(
 
 
 def _fills(size: Any, parts: Sequence[int]) -> bool:
-    """Whether every device gets something of an axis: kernels need not be able to reduce nothing."""
+    """Whether every device gets something of an axis: kernels need not reduce nothing."""
     if not isinstance(size, int):
         return True
     if size == 0:

@@ -1,9 +1,9 @@
 """Source compatibility with TorchTPU: code written for ``torch.tpu.pallas.jax_op`` runs unchanged.
 
 The interface is that of torch_tpu 0.2.0. What is more here: CPU tensors and the simulated device,
-gradients, vmap, autocast, symbolic sizes. What is different: an `int` is an ``int`` in the schema (a
-static value, as it is for TorchTPU's kernels), a second definition of a name from another place is an
-error, and donated arguments stay valid.
+gradients, vmap, autocast, symbolic sizes. What is different: an `int` is an ``int`` in the schema
+(a static value, as it is for TorchTPU's kernels), and a second definition of a name from another
+place is an error.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def jax_op(
     Args:
         name: ``"namespace::op"``; the namespace is required.
         fn: The JAX function, its parameters annotated; without it `jax_op` is a decorator.
-        donate_argnums: Positions of tensor parameters whose memory the operator may reuse. Callers
-            must not use them again: TorchTPU leaves them invalid (here they stay valid).
+        donate_argnums: Positions of tensor parameters whose memory the operator may reuse. Using
+            such an argument again raises.
         mesh: A JAX mesh for kernels that communicate between devices; needs TPUs.
         input_partition_specs: For kernels with a mesh.
         output_partition_specs: For kernels with a mesh.
@@ -211,12 +211,12 @@ def _no_mesh(what: str) -> DeviceError:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return DeviceError(
             f"{what}: a Pallas mesh needs torch.distributed, which is not initialized",
-            hint="call torch.distributed.init_process_group() on a machine with TPUs; to split a kernel"
-            " over DTensors, use tpu_kernel(sharding=...) instead",
+            hint="call torch.distributed.init_process_group() on a machine with TPUs; to split a"
+            " kernel over DTensors, use tpu_kernel(sharding=...) instead",
         )
     return DeviceError(
         f"{what}: a Pallas mesh spans real TPUs; the simulated device is one chip",
-        hint="to split a kernel over DTensors, use tpu_kernel(sharding=...), which also runs on CPUs",
+        hint="to split a kernel over DTensors, use tpu_kernel(sharding=...): it runs on CPUs too",
     )
 
 
