@@ -73,6 +73,7 @@ def test_a_donated_tensor_is_dead_and_says_who_took_it(device: str) -> None:
 def test_autocast_casts_floating_inputs_in_eager_and_compiled(
     device: str, policy: torch.dtype | str
 ) -> None:
+    torch._dynamo.reset()
     name = "match" if policy == "autocast" else "fixed"
 
     @tk.tpu_kernel(f"policies::autocast_{name}_{device}", autocast=policy)
