@@ -90,7 +90,7 @@ def _connected(result: Any) -> bool:
 def _borrow(
     override: Override, thunk: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if compat.forward_ad_level_reader()() >= 0:
+    if compat.forward_ad_module()._current_level >= 0:
         raise override.error(
             "a borrowed backward has no forward-mode derivative",
             hint="leave the override while differentiating forward, or give it its own derivatives",
