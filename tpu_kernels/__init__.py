@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         overrides,
     )
     from tpu_kernels.tuning import TuningCache, autotune, cache_key, select
+    from tpu_kernels.verify.check import check
     from tpu_kernels.verify.compiling import compile
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _WHERE = {
     "TuningCache": "tpu_kernels.tuning",
     "autotune": "tpu_kernels.tuning",
     "cache_key": "tpu_kernels.tuning",
+    "check": "tpu_kernels.verify.check",
     "compile": "tpu_kernels.verify.compiling",
     "explain_overrides": "tpu_kernels.registry.overrides",
     "load": "tpu_kernels.registry.bundle",

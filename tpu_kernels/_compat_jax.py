@@ -472,28 +472,34 @@ def pallas_calls(jaxpr: Any, calls: int = 1) -> Iterator[PallasCall]:
             yield _pallas_call(eqn, calls)
             continue
         trips = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
-        for inner in _inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from pallas_calls(inner, calls * trips)
 
 
-def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters: called functions, branches, loop bodies."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
                 yield item
 
 
-def _pallas_call(eqn: Any, calls: int) -> PallasCall:
+def equation_place(eqn: Any) -> str:
+    """The user's ``file:line`` at which an equation was traced, empty if unknown."""
     from jax._src import source_info_util
 
-    mapping, params = eqn.params["grid_mapping"], eqn.params
     frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+
+
+def _pallas_call(eqn: Any, calls: int) -> PallasCall:
+    mapping, params = eqn.params["grid_mapping"], eqn.params
     scratch = [aval for aval in mapping.scratch_avals if str(aval.memory_space) == "vmem"]
     return PallasCall(
         name=str(
             params.get("name") or getattr(params["jaxpr"].debug_info, "func_name", "") or "kernel"
         ),
-        where=f"{frame.file_name}:{frame.start_line}" if frame is not None else "",
+        where=equation_place(eqn),
         grid=tuple(mapping.grid),
         blocks=tuple(
             _pallas_block(block, len(mapping.grid))
@@ -544,7 +550,7 @@ def _bits(dtype: Any) -> int:
             return int(finfo(dtype).bits)
         except ValueError:
             continue
-    return 8 * np.dtype(dtype).itemsize
+    return int(8 * np.dtype(dtype).itemsize)
 
 
 def _dot_flops(jaxpr: Any) -> dict[str, float]:
@@ -563,7 +569,7 @@ def _dot_flops(jaxpr: Any) -> dict[str, float]:
             size *= math.prod(left.shape[axis] for axis in contracted)
             add({str(left.dtype): 2.0 * size})
             continue
-        inner = [_dot_flops(item) for item in _inner_jaxprs(eqn)]
+        inner = [_dot_flops(item) for item in inner_jaxprs(eqn)]
         if eqn.primitive.name == "cond":
             add(max(inner, key=lambda flops: sum(flops.values()), default={}))
         else:
@@ -571,3 +577,50 @@ def _dot_flops(jaxpr: Any) -> dict[str, float]:
             for item in inner:
                 add(item, trips)
     return total
+
+
+# --- Interpreters, for checks
+# ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pallas_padding(pattern: str) -> Iterator[None]:
+    """Let the plain interpreter fill what overhangs an array with a pattern, while tracing.
+
+    Its filling is fixed (NaN, or the smallest integer, whose sums cancel). Only scalars are
+    replaced: those are paddings, while fresh buffers are asked for with their shapes.
+
+    Args:
+        pattern: ``"nan"`` (a large number for integers), ``"high"`` or ``"low"``.
+    """
+    import jax.numpy as jnp
+    from jax._src.pallas import primitives
+
+    original = primitives.uninitialized_value
+
+    def filled(shape: Any, dtype: Any) -> Any:
+        if shape != ():
+            return original(shape, dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            large = float(jnp.finfo(dtype).max) / 1024
+            value = {"nan": jnp.nan, "high": large, "low": -large}[pattern]
+        elif jnp.issubdtype(dtype, jnp.integer):
+            limits = jnp.iinfo(dtype)
+            # Odd offsets, so that an even number of them does not wrap around to zero.
+            value = limits.min + 3 if pattern == "low" else limits.max - 6 * (pattern == "high")
+        else:
+            return original(shape, dtype)
+        return jnp.full(shape, value, dtype)
+
+    primitives.uninitialized_value = filled
+    try:
+        yield
+    finally:
+        primitives.uninitialized_value = original
+
+
+def interpreter_races() -> bool:
+    """Whether the TPU interpreter's last run found a data race; its state has no public door."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races is not None and interpret_pallas_call.races.races_found

@@ -36,6 +36,7 @@ class Traceable:
         avals: Shape and dtype of each array.
         where: ``file:line`` of the definition.
         concrete: Values of small integer arguments by position.
+        leaves: The flat arguments themselves, tensors, arrays or abstract values.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Traceable:
     avals: Sequence[Any]
     where: str | None
     concrete: Mapping[int, np.ndarray]
+    leaves: Sequence[Any] = ()
 
 
 @overload
@@ -157,7 +159,7 @@ def traceable(
 
         concrete = _integers(bound.tensors)
         where = str(kernel.spec.source)
-        return Traceable(kernel.name, function_for, bound.avals, where, concrete)
+        return Traceable(kernel.name, function_for, bound.avals, where, concrete, bound.tensors)
     return _plain(kernel, args, {**kwargs, **(config or {})})
 
 
@@ -181,9 +183,10 @@ def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     name = getattr(inner, "__name__", type(inner).__name__)
     flat.__name__ = flat.__qualname__ = name
     where = f"{place.file}:{place.line}" if place.line else None
-    concrete = _integers([leaves[index] for index in arrays])
+    values = [leaves[index] for index in arrays]
+    concrete = _integers(values)
     kept = [avals[index] for index in arrays]
-    return Traceable(name, lambda _: flat, kept, where, concrete)
+    return Traceable(name, lambda _: flat, kept, where, concrete, values)
 
 
 def _aval(leaf: Any, what: str) -> Any:

@@ -1,0 +1,223 @@
+"""`check`: everything that can be found out about a kernel without a TPU, in one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+from tpu_kernels.compiler import Target, resolve
+from tpu_kernels.compiler.pallas_grid import grid_calls
+from tpu_kernels.config import settings
+from tpu_kernels.errors import ArgumentError, KernelError
+from tpu_kernels.registry.kernel import Kernel
+from tpu_kernels.verify.compiling import traceable
+from tpu_kernels.verify.passes import compiled, grid, running, vmem
+from tpu_kernels.verify.report import CheckReport, CheckReports, CheckRow
+from tpu_kernels.verify.subject import Subject, failed_with
+
+DEFAULT_PASSES = ("op", "numerics", "grad", "races", "bounds", "nan", "grid")
+STATIC_PASSES = ("grid",)
+PASSES = (*DEFAULT_PASSES, "edges", "determinism", "compile")
+
+
+@overload
+def check(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    config: Mapping[str, Any] | None = ...,
+    target: str | Target | None = ...,
+    passes: Sequence[str] | None = ...,
+    timeout_s: float = ...,
+    cache: bool = ...,
+    **kwargs: Any,
+) -> CheckReport: ...
+
+
+@overload
+def check(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    config: Mapping[str, Any] | None = ...,
+    target: Sequence[str | Target],
+    passes: Sequence[str] | None = ...,
+    timeout_s: float = ...,
+    cache: bool = ...,
+    **kwargs: Any,
+) -> CheckReports: ...
+
+
+def check(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    target: str | Target | Sequence[str | Target] | None = None,
+    passes: Sequence[str] | None = None,
+    timeout_s: float = 300.0,
+    cache: bool = True,
+    **kwargs: Any,
+) -> CheckReport | CheckReports:
+    """Check a kernel, or a JAX function, with one set of arguments; no TPU is needed.
+
+    The passes:
+
+    - ``"op"``: `torch.library.opcheck` of the operator.
+    - ``"numerics"``: the result against the kernel's reference in float64.
+    - ``"grad"``: the gradients against those of the reference in float64.
+    - ``"races"``, ``"bounds"``, ``"nan"``: the TPU interpreter with its race detector, reads and
+      writes out of bounds, uninitialised memory that reaches a result.
+    - ``"grid"``: output blocks that are visited twice, and axes wrongly declared parallel.
+    - ``"edges"``: results that depend on what lies outside an array, in a partly filled last block.
+    - ``"determinism"``: two runs, with parallel axes in different orders, agree to the bit.
+    - ``"compile"``: the TPU compiler, and before it a quick comparison of VMEM; always on where a
+      target is given.
+
+    Args:
+        kernel: A registered kernel, or any JAX function.
+        args: Its arguments, torch tensors or arrays; some passes run the kernel on them.
+        config: Tunable or static parameters; by default the kernel's own choice.
+        target: A chip (``"v6e"``), or a sequence of them; None asks no compiler.
+        passes: What to run. By default the first seven passes above where no target is given;
+            with a target the passes that need no run (``"grid"``) and the compiler.
+        timeout_s: Seconds that a run in another process, or one compilation, may take.
+        cache: Whether to use the compiler's earlier results.
+        **kwargs: Keyword arguments of the kernel.
+
+    Returns:
+        The report, or a mapping from target to report where `target` is a sequence. Whatever goes
+        wrong in the kernel is a row of the report, not an exception.
+
+    Raises:
+        ArgumentError: If a pass is unknown, or the arguments do not fit the kernel.
+        ConfigError: If a target or a parameter is unknown.
+
+    Example:
+        >>> import jax, torch
+        >>> def double(x: jax.Array) -> jax.Array:
+        ...     return 2 * x
+        >>> check(double, (torch.ones(8, 128),), passes=("grid",)).row("grid").status
+        'skipped'
+    """
+    targets = _targets(target)
+    wanted = _wanted(passes, bool(targets))
+    default = targets[0] if targets else resolve(settings().sim_chip)
+    subject = _subject(kernel, tuple(args), config, kwargs, default, timeout_s)
+    shared = [row for name in wanted if name not in ("grid", "compile") for row in _run(name, subject)]
+    if passes is None and targets:
+        left = ", ".join(name for name in DEFAULT_PASSES if name not in STATIC_PASSES)
+        shared.append(CheckRow("others", "skipped", f"name them in passes= to run them: {left}"))
+    if not targets:
+        rows = [row for name in wanted for row in _in_order(name, shared, subject)]
+        return CheckReport(subject.program.name, None, tuple(rows))
+    reports = _for_targets(subject, targets, wanted, shared, cache)
+    return reports[targets[0].name] if isinstance(target, (str, Target)) else reports
+
+
+def _targets(target: str | Target | Sequence[str | Target] | None) -> list[Target]:
+    if target is None:
+        return []
+    if isinstance(target, (str, Target)):
+        return [resolve(target)]
+    if not target:
+        raise ArgumentError("no target to check for", hint="name one, such as 'v6e', or none")
+    return [resolve(each) for each in target]
+
+
+def _wanted(passes: Sequence[str] | None, targeted: bool) -> tuple[str, ...]:
+    if passes is None:
+        return (*STATIC_PASSES, "compile") if targeted else DEFAULT_PASSES
+    names = (passes,) if isinstance(passes, str) else tuple(dict.fromkeys(passes))
+    for name in names:
+        if name not in PASSES:
+            raise ArgumentError(f"unknown pass {name!r}", hint=f"the passes: {', '.join(PASSES)}")
+    if "compile" in names and not targeted:
+        raise ArgumentError("pass 'compile' needs a target", hint="add target='v6e'")
+    return (*names, "compile") if targeted and "compile" not in names else names
+
+
+def _subject(
+    kernel: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+    default: Target,
+    timeout_s: float,
+) -> Subject:
+    def rebind(change: Mapping[str, Any]) -> Any:
+        return traceable(kernel, args, {**dict(config or {}), **change}, kwargs)
+
+    bound = kernel.bind(*args, config=config, **kwargs) if isinstance(kernel, Kernel) else None
+    return Subject(traceable(kernel, args, config, kwargs), bound, rebind, default, timeout_s)
+
+
+def _run(name: str, subject: Subject) -> list[CheckRow]:
+    """Run a pass that needs no target."""
+    started = time.perf_counter()
+    row = running.run(name, subject)
+    return [dataclasses.replace(row, seconds=time.perf_counter() - started)]
+
+
+def _in_order(name: str, shared: Sequence[CheckRow], subject: Subject) -> list[CheckRow]:
+    if name == "grid":
+        return [_grid(subject, subject.default)]
+    return [row for row in shared if row.name == name]
+
+
+def _grid(subject: Subject, target: Target, jaxpr: Any = None) -> CheckRow:
+    started = time.perf_counter()
+    try:
+        calls = grid_calls(subject.trace(target) if jaxpr is None else jaxpr)
+        row = grid.run(calls, subject.where)
+    except Exception as error:  # whatever the author's code raises is a finding
+        row = failed_with("grid", "tracing the kernel", error, subject.where)
+    return dataclasses.replace(row, seconds=time.perf_counter() - started)
+
+
+def _for_targets(
+    subject: Subject,
+    targets: Sequence[Target],
+    wanted: Sequence[str],
+    shared: Sequence[CheckRow],
+    cache: bool,
+) -> CheckReports:
+    rows: dict[str, list[CheckRow]] = {}
+    limits: list[tuple[Target, int | None]] = []
+    for target in targets:
+        found = rows[target.name] = list(shared)
+        try:
+            jaxpr = subject.trace(target)
+        except Exception:
+            limits.append((target, None))  # the compile row tells what tracing raises, and where
+            continue
+        if "grid" in wanted:
+            found.append(_grid(subject, target, jaxpr))
+        started = time.perf_counter()
+        row, limit = vmem.run(subject, target, jaxpr)
+        row = dataclasses.replace(row, seconds=time.perf_counter() - started)
+        found.append(row)
+        if row.status == "failed":
+            why = "the kernel cannot fit into VMEM"
+            found.append(CheckRow(compiled.NAME, "skipped", why))
+        else:
+            limits.append((target, limit))
+    done = compiled.run(subject, limits, cache=cache) if limits else {}
+    reports = {}
+    for target in targets:
+        report = done.get(target.name)
+        if report is not None:
+            rows[target.name].append(_compile_row(subject, report))
+        reports[target.name] = CheckReport(
+            subject.program.name, target.name, tuple(rows[target.name]), report
+        )
+    return CheckReports(reports)
+
+
+def _compile_row(subject: Subject, report: Any) -> CheckRow:
+    try:
+        return compiled.row(subject, report)
+    except KernelError as error:
+        return failed_with(compiled.NAME, "the kernel", error, subject.where)
