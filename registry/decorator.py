@@ -85,8 +85,9 @@ def tpu_kernel(
         constraints: Predicate that a configuration must satisfy.
         bucket: Maps the arguments to a key under which tuned configurations are shared.
         reference: A torch function that computes the same; used for checks and for empty inputs.
-        precision: Default matmul precision of the kernel.
-        cache_dir: Where compiled programs are kept; the user cache by default.
+        precision: Default precision of the kernel's matrix products, as
+            `jax.default_matmul_precision` takes it ("default", "high", "highest").
+        cache_dir: Reserved for compiled programs on disk; programs are compiled once per process.
         replace: Take the name over from another definition.
 
     Returns:

@@ -3,7 +3,8 @@ backward, its tangents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tpu_kernels.dsl.spec import KernelSpec, ReturnKind
@@ -28,13 +29,16 @@ def kernel_program(spec: KernelSpec, choose: Chooser) -> Callable[[Call, Engine]
         def body(tensors: Sequence[Any], dynamics: Sequence[Any]) -> list[Any]:
             values = dict(zip(tensor_names, tensors, strict=True))
             for p in parameters:  # lists reach the author's function as lists, as annotated
+                if p.none_is_default and p.kind.is_list and values[p.name] is None:
+                    values[p.name] = p.default
                 if p.kind.is_list and values[p.name] is not None:
                     values[p.name] = (
                         list(values[p.name]) if p.length is None else tuple(values[p.name])
                     )
             values.update(zip(dynamic_names, dynamics, strict=True))
             values.update(statics)
-            outputs, mutated = spec.call(values, engine.interpret)
+            with _precision(spec.precision):
+                outputs, mutated = spec.call(values, engine.interpret)
             _check_slots(spec, outputs)
             results = [_as_arrays(o) for o in outputs]
             for name in spec.mutates_args:
@@ -44,6 +48,18 @@ def kernel_program(spec: KernelSpec, choose: Chooser) -> Callable[[Call, Engine]
         return body
 
     return program
+
+
+@contextlib.contextmanager
+def _precision(precision: str | None) -> Iterator[None]:
+    """The kernel's default matmul precision, where it states one; JAX's own otherwise."""
+    if precision is None:
+        yield
+        return
+    import jax
+
+    with jax.default_matmul_precision(precision):
+        yield
 
 
 def _as_arrays(slot: Any) -> Any:

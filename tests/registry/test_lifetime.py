@@ -270,3 +270,12 @@ def test_bind_describes_a_call_without_running_it() -> None:
         bound.bind(x, x, config={"blok": (4, 4)})
     with pytest.raises(tk.ArgumentError, match="missing a required argument: 'block'"):
         bound.bind(x, x)
+
+
+def test_precision_is_the_default_of_the_kernels_products() -> None:
+    @tk.tpu_kernel("lifetime::precise", precision="highest")
+    def precise(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    call = precise.bind(torch.ones(4, 4))
+    assert "Precision.HIGHEST" in str(jax.make_jaxpr(call.function(interpret=True))(*call.avals))
