@@ -30,7 +30,6 @@ from tpu_kernels.integrations.placement import (
     spot_of,
 )
 from tpu_kernels.registry import kernel_hooks
-from tpu_kernels.registry.autograd import positional_and_keyword
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import Layout, flat_names, join, split
 from tpu_kernels.registry.operator import results_of
@@ -185,7 +184,7 @@ class DistributedKernel:
             for t, w in zip(tensors, written, strict=True)
         ]
         dtypes = tuple(t.dtype for t in tensors)
-        key = (rule, layout, mesh, tuple(described), dtypes, differentiate)
+        key: Any = (rule, layout, mesh, tuple(described), dtypes, differentiate)
         try:
             known = self._plans.get(key)
         except TypeError:  # symbolic sizes have no hash; they occur while tracing only

@@ -162,8 +162,9 @@ def without_bound_parameters(fn: Callable[..., Any]) -> Callable[..., Any]:
     Example:
         >>> def scale(x: int, by: object) -> int:
         ...     return x * by
-        >>> inspect.signature(without_bound_parameters(functools.partial(scale, by=2)))
-        <Signature (x: int) -> int>
+        >>> plain = without_bound_parameters(functools.partial(scale, by=2))
+        >>> list(inspect.signature(plain).parameters)
+        ['x']
     """
     bound: set[str] = set()
     inner = fn
