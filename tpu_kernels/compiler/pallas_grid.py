@@ -219,6 +219,8 @@ def block_indices(block: Block, grid: tuple[int, ...]) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
+    if not grid:
+        return np.zeros((1, len(block.block)), np.int64)
     points = np.stack(np.meshgrid(*[np.arange(n) for n in grid], indexing="ij"), -1)
     points = points.reshape(-1, len(grid)).astype(np.int32)
     closed = block.index_map
@@ -228,8 +230,6 @@ def block_indices(block: Block, grid: tuple[int, ...]) -> np.ndarray:
         index = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *point, *unused)
         return jnp.stack([jnp.asarray(i, jnp.int32) for i in index]) if index else jnp.zeros(0)
 
-    if not grid:
-        return np.zeros((1, len(block.block)), np.int64)
     with jax.default_device(_compat_jax.cpu_device()):
         found = jax.jit(jax.vmap(at))(points)
     return np.asarray(found).astype(np.int64).reshape(len(points), -1)

@@ -10,12 +10,12 @@ from typing import Any, overload
 from tpu_kernels.compiler import Target, resolve
 from tpu_kernels.compiler.pallas_grid import grid_calls
 from tpu_kernels.config import settings
-from tpu_kernels.errors import ArgumentError, KernelError
+from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.verify.compiling import traceable
 from tpu_kernels.verify.passes import compiled, grid, running, vmem
 from tpu_kernels.verify.report import CheckReport, CheckReports, CheckRow
-from tpu_kernels.verify.subject import Subject, failed_with
+from tpu_kernels.verify.subject import Subject, failed_with, guarded
 
 DEFAULT_PASSES = ("op", "numerics", "grad", "races", "bounds", "nan", "grid")
 STATIC_PASSES = ("grid",)
@@ -106,7 +106,7 @@ def check(
     wanted = _wanted(passes, bool(targets))
     default = targets[0] if targets else resolve(settings().sim_chip)
     subject = _subject(kernel, tuple(args), config, kwargs, default, timeout_s)
-    shared = [row for name in wanted if name not in ("grid", "compile") for row in _run(name, subject)]
+    shared = list(running.run([name for name in wanted if name in running.PASSES], subject))
     if passes is None and targets:
         left = ", ".join(name for name in DEFAULT_PASSES if name not in STATIC_PASSES)
         shared.append(CheckRow("others", "skipped", f"name them in passes= to run them: {left}"))
@@ -154,13 +154,6 @@ def _subject(
     return Subject(traceable(kernel, args, config, kwargs), bound, rebind, default, timeout_s)
 
 
-def _run(name: str, subject: Subject) -> list[CheckRow]:
-    """Run a pass that needs no target."""
-    started = time.perf_counter()
-    row = running.run(name, subject)
-    return [dataclasses.replace(row, seconds=time.perf_counter() - started)]
-
-
 def _in_order(name: str, shared: Sequence[CheckRow], subject: Subject) -> list[CheckRow]:
     if name == "grid":
         return [_grid(subject, subject.default)]
@@ -171,9 +164,9 @@ def _grid(subject: Subject, target: Target, jaxpr: Any = None) -> CheckRow:
     started = time.perf_counter()
     try:
         calls = grid_calls(subject.trace(target) if jaxpr is None else jaxpr)
-        row = grid.run(calls, subject.where)
     except Exception as error:  # whatever the author's code raises is a finding
-        row = failed_with("grid", "tracing the kernel", error, subject.where)
+        return failed_with(grid.NAME, "tracing the kernel", error, subject.where)
+    row = guarded(grid.NAME, lambda: grid.run(calls, subject.where))
     return dataclasses.replace(row, seconds=time.perf_counter() - started)
 
 
@@ -209,15 +202,9 @@ def _for_targets(
     for target in targets:
         report = done.get(target.name)
         if report is not None:
-            rows[target.name].append(_compile_row(subject, report))
+            row = guarded(compiled.NAME, lambda found=report: compiled.row(subject, found))
+            rows[target.name].append(row)
         reports[target.name] = CheckReport(
             subject.program.name, target.name, tuple(rows[target.name]), report
         )
     return CheckReports(reports)
-
-
-def _compile_row(subject: Subject, report: Any) -> CheckRow:
-    try:
-        return compiled.row(subject, report)
-    except KernelError as error:
-        return failed_with(compiled.NAME, "the kernel", error, subject.where)

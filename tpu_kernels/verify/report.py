@@ -33,7 +33,7 @@ class CheckRow:
     where: str | None = None
     source_line: str | None = None
     hint: str | None = None
-    seconds: float = 0.0
+    seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def text(self) -> str:
@@ -163,7 +163,7 @@ class CheckReports(Mapping[str, CheckReport]):
     def text(self) -> str:
         """All reports for people; rows that are the same for every target are told once."""
         reports = list(self._reports.values())
-        shared = [row for row in reports[0].rows if all(row in each.rows for each in reports)]
+        shared = [row for row in reports[0].rows if all(row in each.rows for each in reports[1:])]
         lines = []
         if shared and len(reports) > 1:
             lines.append(CheckReport(reports[0].kernel, None, tuple(shared)).text)

@@ -157,6 +157,28 @@ def failed_with(name: str, doing: str, error: BaseException, where: str | None) 
     )
 
 
+def guarded(name: str, run: Callable[[], CheckRow]) -> CheckRow:
+    """Run a pass; a failure of the pass itself becomes a row that says so.
+
+    A report with many rows must not be lost because one analysis meets something that it does not
+    know.
+
+    Args:
+        name: Name of the pass.
+        run: Returns its row.
+    """
+    try:
+        return run()
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return CheckRow(
+            name,
+            "unavailable",
+            f"the pass itself failed: {type(error).__name__}: {first}",
+            hint="this is a mistake in tpu_kernels, not in the kernel: please report it",
+        )
+
+
 def one_of(names: Sequence[str]) -> str:
     """Join names for a sentence.
 

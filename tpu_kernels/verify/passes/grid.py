@@ -38,7 +38,9 @@ def run(calls: Sequence[GridCall], where: str | None) -> CheckRow:
             if not block.windowed:
                 continue
             if block.reads_scalars:
-                notes.append(f"output {block.position} is placed by prefetched scalars: not checked")
+                notes.append(
+                    f"output {block.position} is placed by prefetched scalars: not checked"
+                )
                 continue
             indices = block_indices(block, sample)
             finding = _parallel(call, block, indices, sample) or _revisit(block, indices, sample)
@@ -56,9 +58,7 @@ def _groups(indices: np.ndarray) -> np.ndarray:
     return np.unique(indices, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def _revisit(
-    block: Block, indices: np.ndarray, grid: tuple[int, ...]
-) -> tuple[str, str] | None:
+def _revisit(block: Block, indices: np.ndarray, grid: tuple[int, ...]) -> tuple[str, str] | None:
     groups = _groups(indices)
     starts = np.flatnonzero(np.diff(groups, prepend=-1))
     _, first = np.unique(groups[starts], return_index=True)
@@ -76,7 +76,9 @@ def _revisit(
     axes = " and ".join(map(str, idle))
     hint = "visit each output block in consecutive grid steps only"
     if idle:
-        hint = f"make the reduction axis ({axes}), which the output does not depend on, the last one"
+        hint = (
+            f"make the reduction axis ({axes}), which the output does not depend on, the last one"
+        )
     return what, hint
 
 

@@ -1,10 +1,63 @@
-"""Which module runs which pass."""
+"""The passes that run the kernel: which of them share a run, and what keeps them from running."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tpu_kernels.verify.passes import determinism, edges, gradients, interpreter, numerics, operator
 from tpu_kernels.verify.report import CheckRow
-from tpu_kernels.verify.subject import Subject
+from tpu_kernels.verify.subject import Subject, failed_with, guarded
+
+INTERPRETED = interpreter.PASSES
+_SINGLE: dict[str, Callable[[Subject], CheckRow]] = {
+    "op": operator.run,
+    "numerics": numerics.run,
+    "grad": gradients.run,
+    "edges": edges.run,
+    "determinism": determinism.run,
+}
+PASSES = (*_SINGLE, *INTERPRETED)
 
 
-def run(name: str, subject: Subject) -> CheckRow:
-    return CheckRow(name, "unavailable", "not built yet")
+def run(names: Sequence[str], subject: Subject) -> Iterator[CheckRow]:
+    """Run passes.
+
+    Args:
+        names: Names of `PASSES`.
+        subject: What to check.
+
+    Yields:
+        One row per pass, in the order of the names.
+    """
+    if not names:
+        return
+    blocked = _blocked(subject)
+    shared: dict[str, CheckRow] = {}
+    for name in names:
+        started = time.perf_counter()
+        if isinstance(blocked, CheckRow):
+            yield dataclasses.replace(blocked, name=name)
+            continue
+        if name in INTERPRETED:
+            if not shared:
+                wanted = [each for each in names if each in INTERPRETED]
+                shared = interpreter.run(subject, wanted)
+            yield shared[name]
+            continue
+        single = _SINGLE[name]
+        row = guarded(name, lambda single=single: single(subject))  # type: ignore[misc]
+        yield dataclasses.replace(row, seconds=time.perf_counter() - started)
+
+
+def _blocked(subject: Subject) -> CheckRow | None:
+    """The row of every pass where the kernel cannot be run at all."""
+    reason = subject.valueless
+    if reason is not None:
+        return CheckRow("", "unavailable", reason)
+    try:
+        _ = subject.jaxpr
+    except Exception as error:  # whatever the author's code raises is a finding
+        return failed_with("", "tracing the kernel", error, subject.where)
+    return None

@@ -1,0 +1,156 @@
+"""Pass "numerics": the kernel's result against its reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tpu_kernels.errors import KernelError
+from tpu_kernels.registry import reference
+from tpu_kernels.registry.kernel import Kernel
+from tpu_kernels.verify.passes.operator import fresh
+from tpu_kernels.verify.passes.tolerance import largest_error, reduction_size, tolerance
+from tpu_kernels.verify.report import CheckRow
+from tpu_kernels.verify.subject import Subject, failed, failed_with
+
+NAME = "numerics"
+
+
+def run(subject: Subject) -> CheckRow:
+    """Compare every output, and every argument that is written to, with the reference."""
+    kernel = subject.kernel
+    reason = no_reference(kernel)
+    if kernel is None or reason is not None:
+        return CheckRow(NAME, "skipped", reason or "")
+    given = [fresh(value, grad=False) for value in subject.arguments]
+    try:
+        got = leaves(kernel.op(*given))
+    except Exception as error:  # whatever the author's code raises is a finding
+        return failed_with(NAME, "the kernel", error, subject.where)
+    got += leaves([values_of(kernel, given)[name] for name in kernel.spec.mutates_args])
+    try:
+        wanted, precision = call_reference(kernel, subject.arguments)
+    except Exception as error:
+        return failed_with(NAME, "the reference", error, subject.where)
+    if len(got) != len(wanted):
+        what = f"{len(got)} results, the reference has {len(wanted)}"
+        return failed(NAME, what, subject.where)
+    terms = reduction_size(subject.jaxpr)
+    return compare(subject, got, wanted, terms, precision)
+
+
+def compare(
+    subject: Subject,
+    got: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    terms: int,
+    precision: str,
+    name: str = NAME,
+    what: Sequence[str] = (),
+) -> CheckRow:
+    """Compare tensors one by one and make a row of it.
+
+    Args:
+        subject: The program, for its dtypes and place.
+        got: Results of the kernel.
+        wanted: Those of the reference.
+        terms: Terms in the longest sum.
+        precision: What the reference was computed in.
+        name: Name of the pass.
+        what: What each tensor is; ``"output 0"`` and so on by default.
+    """
+    inputs = [leaf.dtype for leaf in subject.program.leaves if isinstance(leaf, torch.Tensor)]
+    told = []
+    for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        label = what[index] if what else f"output {index}"
+        if a.shape != b.shape:
+            shapes = f"{label} has shape {list(a.shape)}, the reference {list(b.shape)}"
+            return failed(name, shapes, subject.where)
+        inexact = a.is_floating_point() or a.is_complex()
+        accepted = tolerance([a.dtype, *inputs], terms) if inexact else 0.0
+        error, place = largest_error(a, b, accepted)
+        basis = f"accepted {accepted:.1e} for {str(a.dtype).removeprefix('torch.')}"
+        if terms > 1 and inexact:
+            basis += f" and sums of {terms}"
+        if error > accepted:
+            return failed(
+                name,
+                f"{label}: {place}; error {error:.1e} of the largest value, {basis}",
+                subject.where,
+            )
+        told.append(f"{label} {error:.1e} ({basis})")
+    return CheckRow(name, "ok", f"against the reference in {precision}: " + ", ".join(told))
+
+
+def no_reference(kernel: Kernel | None) -> str | None:
+    """Why there is nothing to compare with, None if there is."""
+    if kernel is None:
+        return "a plain JAX function has no reference"
+    if kernel.spec.reference is None:
+        return "the kernel has no reference: give tpu_kernel(..., reference=...) a PyTorch function"
+    return None
+
+
+def values_of(kernel: Kernel, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of the operator by name, as the author's function sees them."""
+    parameters = kernel.spec.op_parameters
+    return {
+        p.name: value if p.kind.is_tensor else p.for_kernel(value)
+        for p, value in zip(parameters, arguments, strict=True)
+    }
+
+
+def call_reference(
+    kernel: Kernel, arguments: Sequence[Any], *, grad: bool = False
+) -> tuple[list[torch.Tensor], str]:
+    """Call the reference on float64 copies, or on plain copies where it takes no float64.
+
+    Args:
+        kernel: A kernel with a reference.
+        arguments: Arguments of the operator; where `grad` is set they are used as they are.
+        grad: Whether the arguments are float64 tensors of the caller's, to differentiate.
+
+    Returns:
+        Outputs and then written arguments, and the name of the precision.
+    """
+    if grad:
+        return _called(kernel, arguments), "float64"
+    try:
+        wide = [fresh(value, grad=False, dtype=torch.float64) for value in arguments]
+        return _called(kernel, wide), "float64"
+    except (TypeError, ValueError, RuntimeError, KernelError):
+        # A reference may make tensors of its own in the kernel's dtype, which float64 does not mix
+        # with; if that is not the reason, the same is raised again here.
+        plain = [fresh(value, grad=False) for value in arguments]
+        return _called(kernel, plain), "the kernel's own dtypes"
+
+
+def _called(kernel: Kernel, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    values = values_of(kernel, arguments)
+    result = reference.call(kernel.spec, values)
+    mutated = kernel.spec.mutates_args
+    if not mutated:
+        return leaves(result)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        outputs, new = result
+    elif isinstance(result, Mapping):
+        outputs, new = None, result
+    else:  # a reference that writes into its arguments, as the operator does
+        outputs, new = result, values
+    return leaves(outputs) + leaves([new[name] for name in mutated])
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested result in order; numbers and arrays become tensors.
+
+    Example:
+        >>> [leaf.item() for leaf in leaves((torch.tensor(1), None, [torch.tensor(2)]))]
+        [1, 2]
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [] if value is None else [torch.as_tensor(value)]
