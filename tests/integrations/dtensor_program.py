@@ -64,6 +64,11 @@ def largest(x: Array) -> Array:
     return x.max(1)
 
 
+@tk.tpu_kernel("dt::loss", sharding="b h, b h ->; sum b h")
+def loss(x: Array, y: Array) -> Array:
+    return (x * y).sum()
+
+
 @tk.tpu_kernel("dt::norule")
 def norule(x: Array) -> Array:
     return x / x.sum()
@@ -260,6 +265,14 @@ def partial_sums_pass_through_a_linear_kernel(mesh: DeviceMesh) -> None:
     x = whole_numbers(4, 8)
     out = agree(double, mesh, [x], [[Partial()] * mesh.ndim])
     assert out.placements == (Partial("sum"),) * mesh.ndim
+
+
+@check
+def a_result_without_dimensions(mesh: DeviceMesh) -> None:
+    x, y = whole_numbers(4, 8), whole_numbers(4, 8)
+    out = agree(loss, mesh, [x, y], [[Shard(0)] * mesh.ndim, [Shard(0)] * mesh.ndim])
+    assert out.placements == (Partial("sum"),) * mesh.ndim
+    assert out.shape == ()
 
 
 @check

@@ -24,6 +24,7 @@ NAMES = [
     "whole_axes_are_gathered",
     "results_that_combine_by_max",
     "partial_sums_pass_through_a_linear_kernel",
+    "a_result_without_dimensions",
     "without_a_rule_everything_is_replicated",
     "written_arguments_stay_where_they_are",
     "rules_as_functions_and_replaced_rules",

@@ -97,7 +97,7 @@ class DistributedKernel:
             results = [_map(lambda meta: torch.empty(0, dtype=meta.dtype), s) for s in slots]
         else:
             local_arguments = join(definition.parameters, layout, parts, dynamics)
-            positional, keywords = positional_and_keyword(operator, local_arguments)
+            positional, keywords = _call_arguments(self.kernel, local_arguments)
             result = operator.op(*positional, **keywords)
             count = len(definition.returns)
             results = [] if count == 0 else [result] if count == 1 else list(result)
@@ -235,7 +235,7 @@ class DistributedKernel:
     def _from_function(
         self, rule: FunctionRule, arguments: Sequence[Any], inputs: list[int], outputs: list[int]
     ) -> list[Choice]:
-        positional, keywords = positional_and_keyword(self.kernel.operator, arguments)
+        positional, keywords = _call_arguments(self.kernel, arguments)
         choices = []
         for entry in rule.fn(*positional, **keywords):
             try:
@@ -274,6 +274,14 @@ def _local(
     if tuple(tensor.placements) != placements:
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local(grad_placements=gradients)
+
+
+def _call_arguments(kernel: Kernel, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments in schema order as a call passes them."""
+    pairs = list(zip(kernel.spec.op_parameters, arguments, strict=True))
+    return [a for p, a in pairs if not p.keyword_only], {
+        p.name: a for p, a in pairs if p.keyword_only
+    }
 
 
 def _listed(slot: Any) -> Sequence[Any]:

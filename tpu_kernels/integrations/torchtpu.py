@@ -68,6 +68,7 @@ class JaxOp(Kernel):
         for device_type in types or ("cpu", privateuse1_name()):
             key = dispatch_key_of_device(device_type)
             self.operator.replace_implementation(key, fn)
+        self.customised.append(("register_kernel", (device_types, fn), {}))
         return fn
 
 
