@@ -594,18 +594,19 @@ def pallas_padding(pattern: str) -> Iterator[None]:
         pattern: ``"nan"`` (a large number for integers), ``"high"`` or ``"low"``.
     """
     import jax.numpy as jnp
+    import ml_dtypes
     from jax._src.pallas import primitives
 
-    original = primitives.uninitialized_value
+    original: Any = primitives.uninitialized_value
 
     def filled(shape: Any, dtype: Any) -> Any:
         if shape != ():
             return original(shape, dtype)
         if jnp.issubdtype(dtype, jnp.floating):
-            large = float(jnp.finfo(dtype).max) / 1024
+            large = float(ml_dtypes.finfo(dtype).max) / 1024
             value = {"nan": jnp.nan, "high": large, "low": -large}[pattern]
         elif jnp.issubdtype(dtype, jnp.integer):
-            limits = jnp.iinfo(dtype)
+            limits = ml_dtypes.iinfo(dtype)
             # Odd offsets, so that an even number of them does not wrap around to zero.
             value = limits.min + 3 if pattern == "low" else limits.max - 6 * (pattern == "high")
         else:
@@ -624,3 +625,15 @@ def interpreter_races() -> bool:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     return interpret_pallas_call.races is not None and interpret_pallas_call.races.races_found
+
+
+def interpreter_failure() -> BaseException | None:
+    """The exception that ended the TPU interpreter's last run.
+
+    On its way through XLA the exception turns into text; only the interpreter's own state still has
+    the object, with the place at which the operation was traced.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    failure = getattr(interpret_pallas_call._shared_memory, "_failure", None)
+    return failure if isinstance(failure, BaseException) else None

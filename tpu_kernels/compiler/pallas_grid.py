@@ -183,7 +183,7 @@ def _call(eqn: Any, origins: Sequence[int | None]) -> GridCall:
 def _semantics(params: Any, axes: int) -> tuple[str, ...]:
     declared = getattr(params, "dimension_semantics", None) or ()
     names = [str(getattr(each, "value", each)).lower() for each in declared]
-    return tuple([*names, *["arbitrary"] * (axes - len(names))])
+    return (*names, *["arbitrary"] * (axes - len(names)))
 
 
 def _block(block: Any, role: str, position: int, argument: int | None, grid: Any) -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
@@ -202,7 +203,7 @@ def _for_targets(
     for target in targets:
         report = done.get(target.name)
         if report is not None:
-            row = guarded(compiled.NAME, lambda found=report: compiled.row(subject, found))
+            row = guarded(compiled.NAME, functools.partial(compiled.row, subject, report))
             rows[target.name].append(row)
         reports[target.name] = CheckReport(
             subject.program.name, target.name, tuple(rows[target.name]), report

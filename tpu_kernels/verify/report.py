@@ -75,10 +75,10 @@ class CheckReport:
         """The report for people: the verdict, then one entry per pass.
 
         Example:
-            >>> rows = (CheckRow("grid", "ok", "4 grid points"), CheckRow("grad", "skipped", "none"))
+            >>> rows = (CheckRow("grid", "ok", "4 points"), CheckRow("grad", "skipped", "none"))
             >>> print(CheckReport("tpu::f", "v6e", rows).text)
             tpu::f on v6e: ok
-              grid        ok          4 grid points
+              grid        ok          4 points
               grad        skipped     none
         """
         on = f" on {self.target}" if self.target else ""

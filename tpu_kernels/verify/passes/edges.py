@@ -68,7 +68,7 @@ def _described(subject: Subject, block: Block) -> str:
     parts = []
     for axis, left in block.leftovers.items():
         parts.append(
-            f"dimension {axis} of {block.array[axis]} in blocks of {block.block[axis]}: {left} left "
-            f"over, {block.block[axis] - left} outside"
+            f"dimension {axis} of {block.array[axis]} in blocks of {block.block[axis]}: "
+            f"{left} left over, {block.block[axis] - left} outside"
         )
     return f"{name}, " + ", ".join(parts)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tpu_kernels.errors import MissingBackwardError
 from tpu_kernels.verify.passes.numerics import call_reference, compare, leaves, no_reference
-from tpu_kernels.verify.passes.operator import fresh
+from tpu_kernels.verify.passes.operator import call, fresh
 from tpu_kernels.verify.passes.tolerance import reduction_size
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed_with
@@ -31,15 +32,17 @@ def run(subject: Subject) -> CheckRow:
     if not _inputs(given):
         return CheckRow(NAME, "skipped", "no floating-point input")
     try:
-        outputs = [out for out in leaves(kernel.op(*given)) if out.requires_grad]
+        outputs = [out for out in leaves(call(kernel, given)) if out.requires_grad]
         if not outputs:
             return CheckRow(NAME, "skipped", "no output has a gradient")
         weights = _weights(outputs)
         got = torch.autograd.grad(outputs, _inputs(given), weights, allow_unused=True)
+    except MissingBackwardError as error:
+        return CheckRow(NAME, "skipped", f"no gradient: {error.problem}", hint=error.hint)
     except Exception as error:  # whatever the author's code raises is a finding
         return failed_with(NAME, "the kernel's gradient", error, subject.where)
     try:
-        exact, _ = call_reference(kernel, wide, grad=True)
+        exact, precision = call_reference(kernel, wide, grad=True)
         exact = [out for out in exact if out.requires_grad]
         wanted = torch.autograd.grad(
             exact,
@@ -58,7 +61,7 @@ def run(subject: Subject) -> CheckRow:
         _zeros_for_none(got, _inputs(given)),
         _zeros_for_none(wanted, _inputs(wide)),
         max(terms, spread),
-        "float64",
+        precision,
         NAME,
         [f"gradient of {subject.names[index]!r}" for index in _positions(given)],
     )

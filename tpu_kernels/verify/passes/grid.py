@@ -66,7 +66,7 @@ def _revisit(block: Block, indices: np.ndarray, grid: tuple[int, ...]) -> tuple[
     if not len(again):
         return None
     step = int(starts[again[0]])
-    now, before = (np.unravel_index(at, grid) for at in (step, step - 1))
+    now, before = (np.array(np.unravel_index(at, grid)) for at in (step, step - 1))
     what = (
         f"output {block.position}, block {point_name(indices[step])} is revisited at grid point "
         f"{point_name(now)} after {point_name(before)}: a TPU has written it back by then and does "

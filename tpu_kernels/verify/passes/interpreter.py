@@ -108,6 +108,11 @@ def _bounds(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
 
 
 def _nan(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
+    strict = outcomes.get("strict")
+    if strict is not None and _OUT_OF_BOUNDS.search(strict.error or ""):
+        return CheckRow(
+            "nan", "skipped", "what lies out of bounds is never written (pass 'bounds')"
+        )
     filled, zero = outcomes["nan"], outcomes["zero"]
     stopped = _stopped("nan", subject, filled) or _stopped("nan", subject, zero)
     if stopped is not None:

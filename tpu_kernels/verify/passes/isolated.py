@@ -21,7 +21,7 @@ from tpu_kernels.compiler.pool import Job, shared_pool
 
 _START_S = 60.0  # for the import of the author's modules, on a machine that may be busy
 # XLA's simplifier turns `v * mask` into a selection, which a TPU kernel does not: NaN x 0 is NaN.
-_OPTIONS = {"xla_disable_hlo_passes": "algsimp"}
+_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "algsimp"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
             raced = _compat_jax.interpreter_races()
             return Outcome(tuple(found), printed.getvalue(), raced)
         except Exception as error:
-            place = locations.from_exception(error)
+            failure = _compat_jax.interpreter_failure()
+            place = locations.from_exception(failure) if failure is not None else None
+            place = place or locations.from_exception(error)
             return Outcome(
                 printed=printed.getvalue(),
                 raced=_compat_jax.interpreter_races(),
@@ -146,7 +148,7 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
 def _only_cpu() -> Iterator[None]:
     import jax
 
-    before = jax.config.jax_platforms
+    before = jax.config.jax_platforms  # type: ignore[attr-defined]
     jax.config.update("jax_platforms", "cpu")
     try:
         yield

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry import reference
 from tpu_kernels.registry.kernel import Kernel
-from tpu_kernels.verify.passes.operator import fresh
+from tpu_kernels.verify.passes.operator import call, fresh
 from tpu_kernels.verify.passes.tolerance import largest_error, reduction_size, tolerance
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed, failed_with
@@ -26,7 +27,7 @@ def run(subject: Subject) -> CheckRow:
         return CheckRow(NAME, "skipped", reason or "")
     given = [fresh(value, grad=False) for value in subject.arguments]
     try:
-        got = leaves(kernel.op(*given))
+        got = leaves(call(kernel, given))
     except Exception as error:  # whatever the author's code raises is a finding
         return failed_with(NAME, "the kernel", error, subject.where)
     got += leaves([values_of(kernel, given)[name] for name in kernel.spec.mutates_args])
@@ -116,15 +117,41 @@ def call_reference(
         Outputs and then written arguments, and the name of the precision.
     """
     if grad:
-        return _called(kernel, arguments), "float64"
+        with _Precision() as precision:
+            return _called(kernel, arguments), precision.name
     try:
         wide = [fresh(value, grad=False, dtype=torch.float64) for value in arguments]
-        return _called(kernel, wide), "float64"
+        with _Precision() as precision:
+            return _called(kernel, wide), precision.name
     except (TypeError, ValueError, RuntimeError, KernelError):
         # A reference may make tensors of its own in the kernel's dtype, which float64 does not mix
         # with; if that is not the reason, the same is raised again here.
         plain = [fresh(value, grad=False) for value in arguments]
         return _called(kernel, plain), "the kernel's own dtypes"
+
+
+class _Precision(TorchFunctionMode):
+    """Notices where a reference that was given float64 rounds to fewer bits by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarsest = torch.float64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        dtype = result.dtype if isinstance(result, torch.Tensor) else torch.int32
+        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps:
+            self.coarsest = dtype
+        return result
+
+    @property
+    def name(self) -> str:
+        """What the reference was computed in, in words."""
+        if self.coarsest is torch.float64:
+            return "float64"
+        return f"float64, which it rounds to {str(self.coarsest).removeprefix('torch.')} itself"
 
 
 def _called(kernel: Kernel, arguments: Sequence[Any]) -> list[torch.Tensor]:

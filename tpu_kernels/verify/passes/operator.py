@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
 
+from tpu_kernels.errors import MissingBackwardError
+from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed_with
 
@@ -26,25 +29,57 @@ def run(subject: Subject) -> CheckRow:
     kernel = subject.kernel
     if kernel is None:
         return CheckRow(NAME, "skipped", "a plain JAX function is no operator")
-    differentiable = kernel.spec.backward is not None and not kernel.spec.mutates_args
-    arguments = [fresh(value, grad=differentiable) for value in subject.arguments]
+    differentiable = _differentiable(kernel, subject.arguments)
+    given = [fresh(value, grad=differentiable) for value in subject.arguments]
+    args, kwargs = apart(kernel, given)
     quiet = io.StringIO()
     with warnings.catch_warnings(), redirect_stdout(quiet), redirect_stderr(quiet):
         warnings.simplefilter("ignore")  # of torch, about its own means
         found = torch.library.opcheck(
-            kernel.op, tuple(arguments), test_utils=_UTILITIES, raise_exception=False
+            kernel.op, tuple(args), kwargs, test_utils=_UTILITIES, raise_exception=False
         )
     for test, outcome in found.items():
         if isinstance(outcome, BaseException):
             return failed_with(NAME, test, _cause(outcome), subject.where)
-    with_gradients = " with gradients" if differentiable else ""
+    with_gradients = " with gradients" if differentiable else " without gradients"
     return CheckRow(NAME, "ok", f"opcheck{with_gradients}: schema, fake tensors, autograd, dynamic")
+
+
+def _differentiable(kernel: Kernel, arguments: Sequence[Any]) -> bool:
+    """Whether gradients can be asked of the kernel; a Pallas kernel often has none."""
+    if kernel.spec.backward is None or kernel.spec.mutates_args:
+        return False
+    try:
+        result = call(kernel, [fresh(value, grad=True) for value in arguments])
+        outputs = result if isinstance(result, (list, tuple)) else [result]
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.sum().abs().backward()
+                break
+    except MissingBackwardError:
+        return False
+    except Exception:
+        return True  # opcheck meets it again, and reports it
+    return True
 
 
 def _cause(error: BaseException) -> BaseException:
     """What was raised inside; opcheck's own wrapper repeats how to call it."""
     cause = error.__cause__ or error.__context__
     return cause if cause is not None else error
+
+
+def apart(kernel: Kernel, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the operator, from all in schema order."""
+    pairs = list(zip(kernel.spec.op_parameters, arguments, strict=True))
+    positional = [value for p, value in pairs if not p.keyword_only]
+    return positional, {p.name: value for p, value in pairs if p.keyword_only}
+
+
+def call(kernel: Kernel, arguments: Sequence[Any]) -> Any:
+    """Call the operator with all its arguments in schema order."""
+    args, kwargs = apart(kernel, arguments)
+    return kernel.op(*args, **kwargs)
 
 
 def fresh(value: Any, *, grad: bool, dtype: torch.dtype | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -33,13 +34,15 @@ def run(names: Sequence[str], subject: Subject) -> Iterator[CheckRow]:
     """
     if not names:
         return
-    blocked = _blocked(subject)
+    blocked = _blocked(names[0], subject)
+    if blocked is not None:
+        yield blocked
+        for name in names[1:]:
+            yield CheckRow(name, "skipped", f"the kernel cannot be run: see {names[0]!r}")
+        return
     shared: dict[str, CheckRow] = {}
     for name in names:
         started = time.perf_counter()
-        if isinstance(blocked, CheckRow):
-            yield dataclasses.replace(blocked, name=name)
-            continue
         if name in INTERPRETED:
             if not shared:
                 wanted = [each for each in names if each in INTERPRETED]
@@ -47,17 +50,17 @@ def run(names: Sequence[str], subject: Subject) -> Iterator[CheckRow]:
             yield shared[name]
             continue
         single = _SINGLE[name]
-        row = guarded(name, lambda single=single: single(subject))  # type: ignore[misc]
+        row = guarded(name, functools.partial(single, subject))
         yield dataclasses.replace(row, seconds=time.perf_counter() - started)
 
 
-def _blocked(subject: Subject) -> CheckRow | None:
-    """The row of every pass where the kernel cannot be run at all."""
+def _blocked(name: str, subject: Subject) -> CheckRow | None:
+    """The first pass's row where the kernel cannot be run at all, None if it can."""
     reason = subject.valueless
     if reason is not None:
-        return CheckRow("", "unavailable", reason)
+        return CheckRow(name, "unavailable", reason)
     try:
         _ = subject.jaxpr
     except Exception as error:  # whatever the author's code raises is a finding
-        return failed_with("", "tracing the kernel", error, subject.where)
+        return failed_with(name, "tracing the kernel", error, subject.where)
     return None
