@@ -82,7 +82,7 @@ def read_parameters(
             dynamic = p.name in dynamic_args
             problem = "cannot be dynamic" if dynamic else "no operator schema can express"
             raise SignatureError(
-                f"kernel {kernel!r}: parameter {p.name!r} is annotated {_show(resolved[p.name])}, "
+                f"kernel {kernel!r}: parameter {p.name!r} is annotated {show(resolved[p.name])}, "
                 "which "
                 f"{problem}",
                 where=where,
@@ -145,14 +145,20 @@ def _parameter(
 
 
 def _schema_can_write(schema_type: str, default: Any) -> bool:
-    """Whether torch's schema parser has a notation for this default (it has none for infinities and
-    most lists)."""
+    """Whether torch's schema parser has a notation for this default (it has none for infinities,
+    most lists, and strings with quotes, backslashes or control characters)."""
     if default is EMPTY or default is None:
         return True
     if isinstance(default, float) and not math.isfinite(default):
         return False
+    if isinstance(default, str):
+        return default.isprintable() and not any(c in default for c in "\"'\\")
     if isinstance(default, (tuple, list)):
-        return schema_type.startswith(("int[", "float[", "bool[")) and not schema_type.endswith("?")
+        return (
+            schema_type.startswith(("int[", "float[", "bool["))
+            and not schema_type.endswith("?")
+            and all(_schema_can_write(schema_type, element) for element in default)
+        )
     return True
 
 
@@ -200,7 +206,7 @@ def read_returns(annotation: Any, *, kernel: str, where: str, mutates: bool) -> 
         if args:
             return tuple(walk(a) for a in args)
         raise SignatureError(
-            f"kernel {kernel!r}: return annotation {_show(annotation)} is not made of tensors",
+            f"kernel {kernel!r}: return annotation {show(annotation)} is not made of tensors",
             where=where,
             hint="return jax.Array, Optional[jax.Array], list[jax.Array] or a tuple of them",
         )
@@ -259,13 +265,13 @@ def _literal_scalar(value: Any) -> str:
     if isinstance(value, enum.Enum):
         value = value.name
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return f'"{value}"'
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(value)
 
 
-def _show(annotation: Any) -> str:
+def show(annotation: Any) -> str:
     """An annotation as the author wrote it."""
     plain = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
     text = str(annotation.__name__ if plain else annotation)

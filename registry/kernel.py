@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tpu_kernels.config import settings
-from tpu_kernels.dsl.spec import KernelSpec, Source
+from tpu_kernels.dsl.spec import KernelSpec, Kind, Parameter, Source
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry import kernel_hooks, naming, policies, reference, sharding
 from tpu_kernels.registry.autograd import Autograd
 from tpu_kernels.registry.batching import Batching
 from tpu_kernels.registry.binding import Bound, bind
-from tpu_kernels.registry.caller import make_caller
+from tpu_kernels.registry.caller import make_caller, make_converter
 from tpu_kernels.registry.choice import Choices
 from tpu_kernels.registry.config_table import ConfigChoice
 from tpu_kernels.registry.operator import Definition, Operator
@@ -100,8 +100,7 @@ class Kernel:
         bound = inspect.signature(self._call).bind(*args, **kwargs)
         bound.apply_defaults()
         values = {
-            p.name: value if p.kind.is_tensor else p.for_kernel(value)
-            for p, value in ((self.spec.parameter(n), v) for n, v in bound.arguments.items())
+            p.name: self._for_jax(p, bound.arguments[p.name]) for p in self.spec.op_parameters
         }
         values.update(
             {n: self.choices.declared[n] for n in self.spec.tunables if values[n] is None}
@@ -109,6 +108,14 @@ class Kernel:
         outputs, mutated = self.spec.call(values, jax.default_backend() != "tpu")
         result = self.spec.returns.unflatten(outputs)
         return result if not mutated else mutated if not outputs else (result, mutated)
+
+    def _for_jax(self, p: Parameter, value: Any) -> Any:
+        """What the author's function takes for a value that was passed together with JAX arrays."""
+        if value is None:
+            return p.for_kernel(None)
+        if p.kind.is_tensor or p.kind is Kind.DYNAMIC:
+            return value
+        return p.for_kernel(make_converter(self.spec, p)(value))
 
     def retire(self, by: Source) -> None:
         """Take the operator out of torch: another definition takes its name."""
@@ -181,9 +188,10 @@ class Kernel:
         Args:
             fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name. ``grad``
                 is the output's gradient (a tuple of them, zeros where an output was unused, if
-                there are several outputs). Of the inputs it receives those that it names; a
-                parameter ``out`` receives the outputs, one called ``needs_input_grad`` a dict of
-                flags.
+                there are several outputs). The new values of mutated arguments count as outputs
+                after the others, and inputs are as they were before the call. Of the inputs it
+                receives those that it names; a parameter ``out`` receives the outputs, one called
+                ``needs_input_grad`` a dict of flags.
 
         Returns:
             ``fn`` itself.
