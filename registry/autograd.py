@@ -14,6 +14,7 @@ other, and both are ordinary operators, visible to compilers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -25,8 +26,8 @@ from tpu_kernels.dsl.spec import KernelSpec, Kind
 from tpu_kernels.errors import ArgumentError, MissingBackwardError
 from tpu_kernels.registry import custom_backward
 from tpu_kernels.registry.derivatives import Derivatives
-from tpu_kernels.registry.layout import ONE, Layout, join, split
-from tpu_kernels.registry.operator import Operator, results_of, signature_source
+from tpu_kernels.registry.layout import ONE, Layout, flat_names, join, split
+from tpu_kernels.registry.operator import Definition, Operator, results_of, signature_source
 
 _forward_ad = _compat_torch.forward_ad_module()
 
@@ -55,6 +56,8 @@ class Run:
         needs: Which flat inputs need a gradient.
         inputs: The flat inputs; set again from what autograd saved when the backward runs.
         structure: For each result slot: None, or the number of its tensors (-1 for a bare tensor).
+        written: Which flat inputs the operator writes to; to autograd they are results too, after
+            the others.
     """
 
     def __init__(self, autograd: Autograd, layout: Layout, dynamics: list[Any]) -> None:
@@ -66,6 +69,7 @@ class Run:
         self.structure: list[int | None] = []
         self.outputs: Sequence[torch.Tensor] = ()
         self.saved_residuals = 0
+        self.written: Sequence[int] = ()
 
     def arguments(self) -> list[Any]:
         """The operator's arguments in schema order."""
@@ -76,8 +80,7 @@ class Run:
     def call_operator(self) -> list[Any]:
         """Run the operator itself (below autograd) and return its result slots."""
         operator = self.autograd.operator
-        args, kwargs = positional_and_keyword(operator, self.arguments())
-        result = operator.op(*args, **kwargs)
+        result = operator.call(*self.arguments())
         slots = len(operator.definition.returns)
         return [] if slots == 0 else [result] if slots == 1 else list(result)
 
@@ -205,25 +208,50 @@ def kernel(_keyset, {signature}):
             arguments = self.operator.arguments(args, kwargs)
             layout, tensors, dynamics = split(self.operator.definition.parameters, arguments)
         run = Run(self, layout, dynamics)
+        if definition.mutated:
+            run.written = _written(definition, layout)
+            _check_written(definition, layout, tensors, run.written)
         flat = _compat_torch.apply_single_level(function, run, *tensors)
         return run.nest_results(flat if isinstance(flat, tuple) else (flat,))
+
+
+def _written(definition: Definition, layout: Layout) -> list[int]:
+    """Which of the flat inputs are mutated."""
+    names = [p.name for p in definition.parameters if p.kind.is_tensor]
+    flat = [
+        name
+        for name, slot in zip(names, layout.slots, strict=True)
+        for part in (slot if isinstance(slot, tuple) else (slot,))
+        if part
+    ]
+    return [i for i, name in enumerate(flat) if name in definition.mutated]
+
+
+def _check_written(
+    definition: Definition, layout: Layout, tensors: Sequence[Any], written: Sequence[int]
+) -> None:
+    """Refuse what torch itself refuses, but only after the memory has been written to."""
+    names = flat_names(definition.parameters, layout)
+    results = len(definition.returns) + len(written)
+    for i in written:
+        problem = None
+        if tensors[i].is_leaf and tensors[i].requires_grad:
+            problem = "a leaf that requires a gradient"
+        elif tensors[i]._is_view() and results > 1:
+            problem = "a view, beside other results, while an argument requires a gradient"
+        if problem is not None:
+            raise ArgumentError(
+                f"kernel {definition.kernel!r}: argument {names[i]!r} is written to, but it is "
+                f"{problem}, which autograd cannot record",
+                where=definition.where,
+                hint="call it under torch.no_grad(), or on a clone of the whole tensor",
+            )
 
 
 def _any_needs_grad(argument: Any) -> bool:
     if isinstance(argument, torch.Tensor):
         return argument.requires_grad
     return argument is not None and any(t is not None and t.requires_grad for t in argument)
-
-
-def positional_and_keyword(
-    operator: Operator, arguments: Sequence[Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments in schema order as the dispatcher wants them."""
-    parameters = operator.definition.parameters
-    pairs = list(zip(parameters, arguments, strict=True))
-    return [a for p, a in pairs if not p.keyword_only], {
-        p.name: a for p, a in pairs if p.keyword_only
-    }
 
 
 class JaxRule:
@@ -295,14 +323,20 @@ def operator_function() -> type:
         def forward(ctx: Any, run: Run, *tensors: torch.Tensor) -> Any:
             run.inputs = tensors
             run.needs = list(ctx.needs_input_grad[1:])
+            written = run.written
+            # The backward wants what the kernel read, which is about to be overwritten.
+            inputs = [t.clone() if i in written else t for i, t in enumerate(tensors)]
             with _compat_torch.below_autograd(), _compat_torch.outer_levels_differentiate():
                 slots, residuals = run.autograd.rule.forward(run)
             flat = run.flatten_results(slots)
             kept = flat if run.autograd.rule.wants_outputs else []
             ctx.run = run
             run.saved_residuals = len(residuals)
-            ctx.save_for_backward(*tensors, *residuals, *kept)
-            ctx.save_for_forward(*tensors)
+            ctx.save_for_backward(*inputs, *residuals, *kept)
+            ctx.save_for_forward(*inputs)
+            if written:
+                ctx.mark_dirty(*(tensors[i] for i in written))
+                flat = [*flat, *(tensors[i] for i in written)]
             ctx.mark_non_differentiable(
                 *(t for t in flat if not (t.is_floating_point() or t.is_complex()))
             )
@@ -311,20 +345,14 @@ def operator_function() -> type:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            run: Run = ctx.run
+            run: Run = copy.copy(ctx.run)  # other threads may run the same backward
             saved = ctx.saved_tensors
             count = run.layout.count
             run.inputs = saved[:count]
             run.needs = list(ctx.needs_input_grad[1:])
             run.outputs = saved[count + run.saved_residuals :]
-            try:
-                wanted = iter(
-                    run.autograd.rule.backward(
-                        run, saved[count : count + run.saved_residuals], grads
-                    )
-                )
-            finally:
-                run.inputs = run.outputs = ()
+            residuals = saved[count : count + run.saved_residuals]
+            wanted = iter(run.autograd.rule.backward(run, residuals, grads))
             return (None, *(next(wanted) if need else None for need in run.needs))
 
         @staticmethod
@@ -334,6 +362,10 @@ def operator_function() -> type:
             result = run.autograd.derivatives.tangents(
                 run.layout, inputs, run.dynamics, tangents[1:]
             )
+            for position, i in enumerate(run.written, start=len(result) - len(run.written)):
+                tangent = tangents[1 + i]
+                if tangent is not None:  # torch wants a written input's tangent written as well
+                    result[position] = tangent.copy_(result[position])
             return result[0] if len(result) == 1 else tuple(result)
 
     return OperatorFunction

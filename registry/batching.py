@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from tpu_kernels import _compat_torch
 from tpu_kernels.dsl.spec import ReturnKind
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry.engine import Engine
@@ -33,8 +32,12 @@ class Batching:
             self.use(self._rule)
 
     def use(self, rule: Callable[..., Any]) -> None:
-        """Register a batching rule ``rule(info, in_dims, *args)``."""
-        torch.library.register_vmap(self.operator.definition.name, rule, lib=self.operator.library)
+        """Register a batching rule ``rule(info, in_dims, *arguments)``, arguments in schema
+        order."""
+        operator = self.operator
+        kernel = _compat_torch.batching_kernel(operator.arguments, operator.call, rule)
+        with operator.replacing():
+            operator.library.impl(operator.opname, kernel, "FuncTorchBatched", with_keyset=True)
 
     def destroy(self) -> None:
         """Destroy the batched operators."""
@@ -45,17 +48,15 @@ class Batching:
                 operator.destroy()
             self._children.clear()
 
-    def _rule(self, info: Any, in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def _rule(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
         definition = self.operator.definition
         if definition.mutated:
             raise KernelError(
                 f"kernel {definition.kernel!r} writes to its arguments and cannot be vmapped",
                 where=definition.where,
             )
-        arguments = self.operator.arguments(args, kwargs)
-        dims = [*in_dims, *([None] * (len(arguments) - len(in_dims)))]
         flat_dims: list[int | None] = []
-        for p, argument, dim in zip(definition.parameters, arguments, dims, strict=True):
+        for p, argument, dim in zip(definition.parameters, arguments, in_dims, strict=True):
             if not p.kind.is_tensor or argument is None:
                 continue
             if isinstance(argument, (list, tuple)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kernels.dsl.spec import KernelSpec
-from tpu_kernels.errors import GradientError
+from tpu_kernels.errors import GradientError, MissingBackwardError
 from tpu_kernels.registry import reference
 from tpu_kernels.registry.layout import fill
 from tpu_kernels.registry.programs import flat_outputs
@@ -198,6 +198,14 @@ class ReferenceRule:
         self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
     ) -> Sequence[Any]:
         """Gradients of the reference on the saved inputs."""
+        if run.written:
+            definition = run.autograd.operator.definition
+            raise MissingBackwardError(
+                f"kernel {definition.kernel!r} writes to {definition.mutated[0]!r}: its reference "
+                "gives no gradient",
+                where=definition.where,
+                hint="pass backward='jax', or define a backward with @kernel.backward",
+            )
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             leaves = [

@@ -109,7 +109,7 @@ def backward_program(base: Definition) -> Program:
             structured = [_nest(slot, cotangents) for slot in outputs]
             gradients = iter(vjp(structured))
             wanted = [x for x, need in zip(flat, needs, strict=True) if need]
-            return [[jnp.asarray(next(gradients), x.dtype) for x in wanted]]
+            return [[_conjugate(jnp.asarray(next(gradients), x.dtype)) for x in wanted]]
 
         return body
 
@@ -130,9 +130,19 @@ def _cotangents(outputs: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
             cotangents.append(np.zeros(output.shape, jax.dtypes.float0))
         else:
             cotangents.append(
-                jnp.zeros(output.shape, output.dtype) if grad is None else grad.astype(output.dtype)
+                jnp.zeros(output.shape, output.dtype)
+                if grad is None
+                else _conjugate(grad.astype(output.dtype))
             )
     return cotangents
+
+
+def _conjugate(gradient: Any) -> Any:
+    """Between the conventions: the gradient of a complex number is in torch the conjugate of what
+    it is in JAX, whose `jax.vjp` is the plain transpose."""
+    import jax.numpy as jnp
+
+    return gradient.conj() if jnp.iscomplexobj(gradient) else gradient
 
 
 def _nest(slot: Any, items: Any) -> Any:

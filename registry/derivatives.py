@@ -56,12 +56,19 @@ class Derivatives:
     def _refusal(
         self, layout: Layout, inputs: Sequence[torch.Tensor], needs: Sequence[bool]
     ) -> Exception | None:
-        # Whether a program has a derivative does not depend on sizes; dtypes and static values may
-        # decide it.
-        key = (layout, tuple([t.dtype for t in inputs]), tuple(needs))
-        if key not in self._refusals:
+        # A kernel may choose its algorithm, and with it whether there is a derivative, by sizes.
+        shapes: Any = tuple([t.shape for t in inputs])
+        try:
+            key = (layout, tuple([t.dtype for t in inputs]), tuple(needs), shapes)
+            known = key in self._refusals
+        except TypeError:  # symbolic sizes have no hash
+            key = (layout, tuple([t.dtype for t in inputs]), tuple(needs), str(shapes))
+            known = key in self._refusals
+        if not known:
+            arguments = self._arguments(layout, inputs)
+            self.operator.shapes(arguments)  # raises where the call itself is at fault
             try:
-                self._operator("fwd").shapes([*self._arguments(layout, inputs), list(needs)])
+                self._operator("fwd").shapes([*arguments, list(needs)])
             except TraceError as error:
                 self._refusals[key] = error
             else:

@@ -8,9 +8,10 @@ each backend.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ import torch
 from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
-from tpu_kernels.errors import DTypeError
-from tpu_kernels.registry import backend_table, donation
+from tpu_kernels.errors import ArgumentError, DeviceError, DTypeError
+from tpu_kernels.registry import backend_table, donation, overlap
 from tpu_kernels.registry.engine import Engine
-from tpu_kernels.registry.layout import Layout, fill, flat_names
+from tpu_kernels.registry.layout import Layout, fill, flat_names, split, tensors_of
 from tpu_kernels.registry.shapes import ShapeRule
 from tpu_kernels.registry.stats import Counters
 
@@ -106,38 +107,86 @@ class Operator:
         # and them could only pass the call on, so the autograd kernel need not ask the dispatcher
         # again (a fifth of a call).
         self.direct: dict[int, Callable[..., Any]] = {}
+        self.on_cpu: Callable[..., Any] | None = None
         torch.library.register_fake(definition.name, self.fake, lib=self.library)
         if definition.mutated:
             self._bump_versions()
+        self.library.impl(self.opname, self._without_backend, "CompositeExplicitAutograd")
         backend_table.add_operator(self)
 
     # ------------------------------------------------------------------ implementations
     def implement(self, backend: backend_table.Backend) -> None:
         """Register this operator's implementation by a backend."""
         implementation = backend.implement(self)
+        if self.definition.mutated:
+            implementation = overlap.guarded(self, self.definition.mutated, implementation)
         if self.definition.donated:
             implementation = donation.guarded(self, self.definition.donated, implementation)
         self.library.impl(self.opname, implementation, backend.dispatch_key)
+        if backend.dispatch_key == "CPU":
+            self.on_cpu = implementation
         if not self.definition.mutated:
             self.direct[_compat_torch.plain_key_set(backend.dispatch_key)] = implementation
 
+    def _without_backend(self, *args: Any, **kwargs: Any) -> Any:
+        """What the dispatcher calls for tensors that no backend serves, and where there is none."""
+        arguments = self.arguments(args, kwargs)
+        definition = self.definition
+        layout, tensors, _ = split(definition.parameters, arguments)
+        if not tensors and self.on_cpu is not None:
+            return self.on_cpu(*args, **kwargs)
+        names = flat_names(definition.parameters, layout)
+        plain = [t.layout is torch.strided and not t.is_quantized for t in tensors]
+        name, tensor = next(
+            ((n, t) for n, t, ok in zip(names, tensors, plain, strict=True) if not ok),
+            (names[0], tensors[0]) if tensors else ("", None),
+        )
+        if tensor is None or all(plain):
+            where = "no tensor" if tensor is None else f"{name!r} on {tensor.device}"
+            raise DeviceError(
+                f"kernel {definition.kernel!r} does not run here: got {where}",
+                where=definition.where,
+                hint=f"backends: {', '.join(b.name for b in backend_table.backends().values())}",
+            )
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        raise ArgumentError(
+            f"kernel {definition.kernel!r}: argument {name!r} is {kind}; kernels take dense "
+            "tensors",
+            where=definition.where,
+            hint=f"pass {name}.dequantize()" if tensor.is_quantized else f"pass {name}.to_dense()",
+        )
+
     def replace_implementation(self, key: str, fn: Callable[..., Any]) -> None:
         """Run a torch function for tensors of one dispatch key, instead of the JAX program."""
+        with self.replacing():
+            self.library.impl(self.opname, fn, key)
+        self.direct.pop(_compat_torch.plain_key_set(key), None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def replacing() -> Iterator[None]:
+        """A context in which a kernel of this operator is replaced: torch would warn of what is
+        intended."""
         with warnings.catch_warnings():
-            # torch warns of what is intended here.
             warnings.filterwarnings(
                 "ignore", message="(?s).*Overriding a previously registered kernel"
             )
-            self.library.impl(self.opname, fn, key)
-        self.direct.pop(_compat_torch.plain_key_set(key), None)
+            yield
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the torch operator with all its arguments in schema order."""
+        args, kwargs = positional_and_keyword(self, arguments)
+        return self.op(*args, **kwargs)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""
         arguments = self.arguments(args, kwargs)
+        device = self.device_of(arguments)
+        if self.definition.mutated:
+            overlap.check(self, self.definition.mutated, arguments)
+        slots = self.shapes(arguments)
         if not self.definition.returns:  # a kernel that only writes to its arguments
             return None
-        slots = self.shapes(arguments)
-        device = device_of(arguments)
 
         def empty(meta: Any) -> torch.Tensor:
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
@@ -212,6 +261,38 @@ class Operator:
         policy = self.definition.int64
         return policy == "exact" or (policy == "narrow_checked" and dtype in dtypes.NARROW)
 
+    def device_of(self, arguments: Sequence[Any]) -> torch.device:
+        """The device of the tensors among the arguments (the CPU if there are none).
+
+        Raises:
+            DeviceError: They are on devices of several types; names each.
+        """
+        parameters = self.definition.parameters
+        tensors = [
+            t
+            for p, a in zip(parameters, arguments, strict=True)
+            if p.kind.is_tensor
+            for t in tensors_of(a)
+        ]
+        if not tensors:
+            return torch.device("cpu")
+        device: torch.device = tensors[0].device
+        if any(t.device.type != device.type for t in tensors):
+            raise self.wrong_device(arguments)
+        return device
+
+    def wrong_device(self, arguments: Sequence[Any]) -> DeviceError:
+        """The error for tensors on several devices, naming each."""
+        definition = self.definition
+        layout, tensors, _ = split(definition.parameters, arguments)
+        names = flat_names(definition.parameters, layout)
+        places = ", ".join(f"{n!r} on {t.device}" for n, t in zip(names, tensors, strict=True))
+        return DeviceError(
+            f"kernel {definition.kernel!r}: all tensors must be on one device, got {places}",
+            where=definition.where,
+            hint="move them with .to(device)",
+        )
+
     # ------------------------------------------------------------------ programs
     def call_of(self, layout: Layout, metas: Sequence[Any]) -> Call:
         """The `Call` for tensors (or anything with shape and torch dtype)."""
@@ -244,7 +325,8 @@ class Operator:
         """Abstract values of the dynamic scalars: weakly typed, as Python numbers are in JAX."""
         import jax
 
-        kinds = {"SymInt": "int32", "float": "float32", "bool": "bool"}
+        width = 64 if jax.config.jax_enable_x64 else 32
+        kinds = {"SymInt": f"int{width}", "float": f"float{width}", "bool": "bool"}
         return [
             jax.ShapeDtypeStruct((), kinds[p.schema_type], weak_type=p.schema_type != "bool")
             for p in self.definition.parameters
@@ -292,13 +374,14 @@ def signature_source(definition: Definition, env: dict[str, Any]) -> tuple[str, 
     return ", ".join(declared), ", ".join(passed)
 
 
-def device_of(arguments: Sequence[Any]) -> torch.device:
-    """The device of the first tensor among the arguments."""
-    for argument in arguments:
-        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(item, torch.Tensor):
-                return item.device
-    return torch.device("cpu")
+def positional_and_keyword(
+    operator: Operator, arguments: Sequence[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments in schema order as the dispatcher wants them."""
+    pairs = list(zip(operator.definition.parameters, arguments, strict=True))
+    return [a for p, a in pairs if not p.keyword_only], {
+        p.name: a for p, a in pairs if p.keyword_only
+    }
 
 
 def results_of(slots: Sequence[Any]) -> Any:

@@ -102,12 +102,15 @@ class ShapeRule:
 
         operator = self.operator
         call = operator.call_of(layout, metas)
-        engine = Engine(x64=operator.definition.int64 is not None)
+        policy = operator.definition.int64
+        # Narrowed integers come out as wide as they would be without narrowing; floats, which are
+        # never narrowed, as they are computed.
+        narrowed = policy == "narrow_checked" and any(m.dtype in dtypes.NARROW for m in metas)
+        engine = Engine(x64=policy == "exact" or narrowed)
         program = operator.jax_function(call, engine)
         with jax.enable_x64(engine.x64):
-            return [
-                _meta(slot) for slot in jax.eval_shape(program, *operator.abstract_arguments(call))
-            ]
+            slots = jax.eval_shape(program, *operator.abstract_arguments(call))
+        return [_meta(slot, narrow_floats=narrowed) for slot in slots]
 
     def _zero_sized(self, layout: Layout, metas: Sequence[Meta]) -> list[Any] | None:
         """The slots of sizes with zeros: traced with a variable in place of each zero, then
@@ -204,9 +207,13 @@ def _concrete(layout: Layout) -> Layout:
     return Layout(layout.slots, tuple(number(v) for v in layout.values))
 
 
-def _meta(slot: Any) -> Any:
+_NARROW_FLOATS = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+def _meta(slot: Any, *, narrow_floats: bool) -> Any:
     if slot is None:
         return None
     if isinstance(slot, (list, tuple)):
-        return [_meta(s) for s in slot]
-    return Meta(tuple(slot.shape), dtypes.to_torch(slot.dtype))
+        return [_meta(s, narrow_floats=narrow_floats) for s in slot]
+    dtype = dtypes.to_torch(slot.dtype)
+    return Meta(tuple(slot.shape), _NARROW_FLOATS.get(dtype, dtype) if narrow_floats else dtype)

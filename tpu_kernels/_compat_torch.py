@@ -234,6 +234,32 @@ def apply_single_level(function: type, *args: Any) -> Any:
         return function.apply(*args)  # type: ignore[attr-defined]
 
 
+def batching_kernel(
+    arguments: Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]],
+    call: Callable[..., Any],
+    rule: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return a kernel for the FuncTorchBatched key (with key set): `torch.vmap` of an operator.
+
+    `torch.library.register_vmap` refuses operators with keyword-only tensors, since torch unpacks
+    the batched tensors of positional arguments alone. Here all arguments are positional.
+
+    Args:
+        arguments: Turns what the dispatcher passes into all arguments in schema order.
+        call: Runs the operator on all its arguments in schema order.
+        rule: ``rule(info, in_dims, *arguments)``, as for `torch.library.register_vmap`.
+    """
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._functorch.autograd_function import custom_function_call_vmap_helper
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        return custom_function_call_vmap_helper(interpreter, rule, call, *arguments(args, kwargs))
+
+    return kernel
+
+
 def symbol_of(size: Any) -> str | None:
     """Return the text of a symbolic size's expression, or None for a size that is a plain
     number."""

@@ -20,15 +20,13 @@ from tpu_kernels.backends.bridge import Bridge, WrongDevice
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
-from tpu_kernels.errors import ArgumentError, DeviceError, TraceError
+from tpu_kernels.errors import ArgumentError, TraceError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.engine import Engine, current_mode
 from tpu_kernels.registry.layout import Layout, fill, flat_names, freeze, is_empty, split
 from tpu_kernels.registry.operator import Operator, results_of, signature_source
 from tpu_kernels.registry.shapes import Meta
 from tpu_kernels.registry.tracing import explained
-
-_INT32 = (-(2**31), 2**31 - 1)
 
 
 class Executor:
@@ -78,7 +76,8 @@ class Executor:
             "_tuple": tuple,
             "_freeze": freeze,
             "_WrongDevice": WrongDevice,
-            "_wrong_device": self.wrong_device,
+            "_wrong_device": self.operator.wrong_device,
+            "_too_wide": self.too_wide,
         }
         names = [p.name for p in definition.parameters]
         keys = ["_mode()"] + [k for p in definition.parameters for k in _key_parts(p)]
@@ -100,6 +99,8 @@ class Executor:
             *_return_lines(definition.returns, definition.mutated, definition.parameters, call),
             "    except _WrongDevice:",
             f"        raise _wrong_device([{', '.join(names)}]) from None",
+            "    except OverflowError as _error:",
+            f"        raise _too_wide([{', '.join(names)}], _error) from _error",
         ]
         exec(compile("\n".join(lines), f"<tpu_kernels executor of {definition.name}>", "exec"), env)
         self.environment = env
@@ -138,6 +139,8 @@ class Executor:
         narrow = definition.int64 == "narrow_checked" and any(
             m.dtype in dtypes.NARROW for m in metas
         )
+        # Arrays without elements come out of DLPack with strides of their own.
+        odd = narrow or any(is_empty(m.shape) for slot in slots for m in _metas(slot))
         if narrow:
             metas = [Meta(m.shape, dtypes.NARROW.get(m.dtype, m.dtype)) for m in metas]
         engine = Engine(
@@ -148,8 +151,8 @@ class Executor:
         program = self._compile(operator, layout, metas, engine)
         try:
             with explained(definition.kernel, definition.where, "running"):
-                if narrow:
-                    slow = self._narrowing(program, slots)
+                if odd:
+                    slow = self._declared(program, slots, narrow=narrow)
                     result = slow(arguments)
                 else:
                     result = self._run(program, arguments)
@@ -158,7 +161,7 @@ class Executor:
                 raise
             return self._keep_slow(key, self._by_reference, arguments)
         operator.counters.compilation()
-        if narrow:
+        if odd:
             self.slow_programs[key] = slow
         else:
             self.programs[key] = program
@@ -170,7 +173,7 @@ class Executor:
         import jax
 
         call = operator.call_of(layout, metas)
-        function = operator.jax_function(call, engine)
+        function = _fresh(operator.jax_function(call, engine))
         if len(operator.definition.returns) == 1 and not operator.definition.mutated:
             inner = function
 
@@ -198,10 +201,16 @@ class Executor:
     def _run(self, program: Callable[..., Any], arguments: list[Any]) -> Any:
         """What the generated function does after the lookup, for any operator."""
         parameters = self.operator.definition.parameters
-        self.operator.counters.launch()
         layout, tensors, dynamics = split(parameters, arguments)
         arrays = fill(layout, [self.bridge.to_jax(t) for t in tensors])
-        return self._deliver(program(*arrays, *dynamics), arguments)
+        return self._deliver(self._launch(program, [*arrays, *dynamics], arguments), arguments)
+
+    def _launch(self, program: Callable[..., Any], inputs: list[Any], arguments: list[Any]) -> Any:
+        self.operator.counters.launch()
+        try:
+            return program(*inputs)
+        except OverflowError as error:
+            raise self.too_wide(arguments, error) from error
 
     def _deliver(
         self, outcome: Any, arguments: list[Any], declared: Sequence[Any] | None = None
@@ -217,6 +226,8 @@ class Executor:
             if isinstance(slot, (list, tuple)):
                 metas = meta or [None] * len(slot)
                 return [torch_of(s, m) for s, m in zip(slot, metas, strict=True)]
+            if meta is not None and is_empty(meta.shape):
+                return self._empty(meta)
             tensor = self.bridge.to_torch(slot)
             return tensor if meta is None or tensor.dtype is meta.dtype else tensor.to(meta.dtype)
 
@@ -227,21 +238,21 @@ class Executor:
             _write_back(by_name[name], value)
         return results_of(values[: len(definition.returns)])
 
-    def _narrowing(
-        self, program: Callable[..., Any], slots: Sequence[Any]
+    def _declared(
+        self, program: Callable[..., Any], slots: Sequence[Any], *, narrow: bool
     ) -> Callable[[list[Any]], Any]:
-        """Policy "narrow_checked": integers that fit go in as 32 bits, results are widened to what
-        is declared."""
+        """Runs a program whose results are not yet what is declared. Policy "narrow_checked":
+        integers that fit go in as 32 bits, results are widened."""
         parameters = self.operator.definition.parameters
 
         def run(arguments: list[Any]) -> Any:
-            self.operator.counters.launch()
             layout, tensors, dynamics = split(parameters, arguments)
             names = flat_names(parameters, layout)
-            arrays = [
-                self.bridge.to_jax(self._narrow(n, t)) for n, t in zip(names, tensors, strict=True)
-            ]
-            return self._deliver(program(*fill(layout, arrays), *dynamics), arguments, slots)
+            if narrow:
+                tensors = [self._narrow(n, t) for n, t in zip(names, tensors, strict=True)]
+            arrays = [self.bridge.to_jax(t) for t in tensors]
+            outcome = self._launch(program, [*fill(layout, arrays), *dynamics], arguments)
+            return self._deliver(outcome, arguments, slots)
 
         return run
 
@@ -277,13 +288,16 @@ class Executor:
             )
         return definition.reference(values)
 
+    def _empty(self, meta: Meta) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self.device_type)
+
     def _empty_results(self, slots: Sequence[Any]) -> Any:
         def empty(slot: Any) -> Any:
             if slot is None:
                 return None
             if isinstance(slot, list):
                 return [empty(s) for s in slot]
-            return torch.empty(slot.shape, dtype=slot.dtype, device=self.device_type)
+            return self._empty(slot)
 
         return results_of([empty(s) for s in slots[: len(self.operator.definition.returns)]])
 
@@ -292,19 +306,36 @@ class Executor:
         self, layout: Layout, tensors: Sequence[torch.Tensor], arguments: list[Any]
     ) -> None:
         if any(t.device.type != self.device_type for t in tensors):
-            raise self.wrong_device(arguments)
+            raise self.operator.wrong_device(arguments)
 
-    def wrong_device(self, arguments: list[Any]) -> DeviceError:
-        """The error for tensors on several devices, naming each."""
+    def too_wide(self, arguments: list[Any], error: OverflowError) -> Exception:
+        """The error for a dynamic integer that has no 32 bits, or the original error."""
         definition = self.operator.definition
-        layout, tensors, _ = split(definition.parameters, arguments)
-        names = flat_names(definition.parameters, layout)
-        places = ", ".join(f"{n!r} on {t.device}" for n, t in zip(names, tensors, strict=True))
-        return DeviceError(
-            f"kernel {definition.kernel!r}: all tensors must be on one device, got {places}",
-            where=definition.where,
-            hint="move them with .to(device)",
-        )
+        for p, value in zip(definition.parameters, arguments, strict=True):
+            if p.schema_type == "SymInt" and not -(2**31) <= value < 2**31:
+                return ArgumentError(
+                    f"kernel {definition.kernel!r}: argument {p.name!r} is {value}, out of the "
+                    "range of int32",
+                    where=definition.where,
+                    hint="int64='exact' computes in 64 bits on CPU",
+                )
+        return error
+
+
+def _fresh(program: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A program whose results alias nothing under `jax.disable_jit` either, where it may return the
+    very arrays that it was given."""
+    import jax
+    import jax.numpy as jnp
+
+    def fresh(*args: Any) -> tuple[Any, ...]:
+        results = program(*args)
+        if not jax.config.jax_disable_jit:
+            return results
+        return jax.tree_util.tree_map(lambda x: jnp.array(x, copy=True), results)  # type: ignore[no-any-return]
+
+    fresh.__name__ = fresh.__qualname__ = program.__name__
+    return fresh
 
 
 def _metas(slot: Any) -> list[Meta]:
