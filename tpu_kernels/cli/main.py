@@ -36,6 +36,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "list": "the kernels: shipped ones and, with --import, yours",
     "show": "one kernel: parameters, gradients, source; with arguments, the config it would use",
+    "check": "check a kernel: reference, gradients, races, bounds, edges, TPU compiler",
     "compile": "compile a kernel for TPU generations; no TPU needed",
     "tune": "try configurations of a kernel for a target, keep the best",
     "env": "versions, devices, what works here and what is missing",
@@ -44,7 +45,7 @@ COMMANDS = {
 EPILOG = """\
 exit codes:
   0  done, or the answer is yes
-  1  the answer is no: a kernel does not compile, no configuration works, a package is missing
+  1  the answer is no: a check fails, no configuration works, a package is missing
   2  wrong usage, unknown kernel, malformed argument, file that cannot be imported
   3  an error of the tool itself
 

@@ -49,6 +49,11 @@ class Subject:
         """``file:line`` of the definition."""
         return self.program.where
 
+    @property
+    def call_place(self) -> str | None:
+        """``file:line`` of the first `pallas_call`, of the definition where there is none."""
+        return next((call.where for call in self.calls if call.where), self.where)
+
     @functools.cached_property
     def names(self) -> dict[int, str]:
         """The author's name of each flat array argument."""

@@ -25,12 +25,11 @@ def run(subject: Subject) -> CheckRow:
         if outcome.error is not None:
             line = next(line for line in outcome.error.splitlines() if line.strip())
             what = f"the interpreter raised {outcome.error_type}: {line}"
-            return failed(NAME, what, outcome.place or subject.where)
+            return failed(NAME, what, outcome.place or subject.call_place)
     difference = differing(found)
     if difference is None:
         return CheckRow(NAME, "ok", f"{len(_SEEDS)} runs with parallel axes shuffled are equal")
     output, element = difference
     what = f"output {output} changes with the order of the parallel axes, at element {element}"
     hint = 'declare the axes that carry state "arbitrary" in dimension_semantics'
-    place = next((call.where for call in subject.calls if call.where), None)
-    return failed(NAME, what, place or subject.where, hint)
+    return failed(NAME, what, subject.call_place, hint)

@@ -31,7 +31,7 @@ def run(subject: Subject) -> CheckRow:
         if outcome.error is not None:
             first = outcome.error.splitlines()[0]
             what = f"the kernel raised {outcome.error_type}: {first}"
-            return failed(NAME, what, outcome.place or subject.where)
+            return failed(NAME, what, outcome.place or subject.call_place)
     difference = differing(found)
     if difference is None:
         return CheckRow(NAME, "ok", "no result depends on values outside: " + "; ".join(told))

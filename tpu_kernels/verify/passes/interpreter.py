@@ -89,10 +89,10 @@ def _races(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
         told = [line.strip() for line in report if line.strip() and "clock:" not in line][:2]
         what = "\n".join(["data race: two accesses that nothing orders", *told])
         hint = "wait for the copy (.wait()) before its source or destination is used again"
-        return failed("races", what, _first_place("\n".join(told)) or subject.where, hint)
+        return failed("races", what, _first_place("\n".join(told)) or subject.call_place, hint)
     if leak is not None:
         hint = "every start() of a copy needs its wait(), every signal its wait"
-        return failed("races", f"semaphore leak: {leak[0]}", subject.where, hint)
+        return failed("races", f"semaphore leak: {leak[0]}", subject.call_place, hint)
     stopped = _stopped("races", subject, outcome)
     return stopped or CheckRow("races", "ok", "no data race, no semaphore left signalled")
 
@@ -101,7 +101,7 @@ def _bounds(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
     for outcome in outcomes.values():
         message = _OUT_OF_BOUNDS.search(outcome.error or "")
         if message is not None:
-            where = outcome.place or subject.where
+            where = outcome.place or subject.call_place
             return failed("bounds", message[0], where, "clamp or mask the index")
     stopped = _stopped("bounds", subject, outcomes["strict"])
     return stopped or CheckRow("bounds", "ok", "every read and write lies inside its buffer")
@@ -129,8 +129,7 @@ def _nan(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
     hint = "write every element of an output or scratch buffer before it is read"
     if ragged:
         hint += "; blocks overhang an array here, so pass 'edges' tells whether that is the cause"
-    place = next((call.where for call in subject.calls if call.where), None)
-    return failed("nan", what, place or subject.where, hint)
+    return failed("nan", what, subject.call_place, hint)
 
 
 def _stopped(name: str, subject: Subject, outcome: Outcome) -> CheckRow | None:
@@ -146,7 +145,7 @@ def _stopped(name: str, subject: Subject, outcome: Outcome) -> CheckRow | None:
     if outcome.error_type == "NotImplementedError":
         return CheckRow(name, "unavailable", f"the interpreter cannot run this kernel: {first}")
     what = f"the interpreter raised {outcome.error_type}: {first}"
-    return failed(name, what, outcome.place or subject.where)
+    return failed(name, what, outcome.place or subject.call_place)
 
 
 def _first_place(text: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -16,12 +16,9 @@ from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed_with
 
 NAME = "op"
-_UTILITIES = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
-)
+# A call with gradients goes through other operators, so the operator itself is looked at without.
+_PLAIN = ("test_schema", "test_faketensor")
+_WITH_GRADIENTS = ("test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
 def run(subject: Subject) -> CheckRow:
@@ -30,19 +27,24 @@ def run(subject: Subject) -> CheckRow:
     if kernel is None:
         return CheckRow(NAME, "skipped", "a plain JAX function is no operator")
     differentiable = _differentiable(kernel, subject.arguments)
-    given = [fresh(value, grad=differentiable) for value in subject.arguments]
-    args, kwargs = apart(kernel, given)
+    for utilities, grad in ((_PLAIN, False), (_WITH_GRADIENTS, differentiable)):
+        args, kwargs = apart(kernel, [fresh(value, grad=grad) for value in subject.arguments])
+        for test, outcome in _opcheck(kernel, args, kwargs, utilities).items():
+            if isinstance(outcome, BaseException):
+                return failed_with(NAME, test, _cause(outcome), subject.where)
+    with_gradients = " with gradients" if differentiable else " without gradients"
+    return CheckRow(NAME, "ok", f"opcheck{with_gradients}: schema, fake tensors, autograd, dynamic")
+
+
+def _opcheck(
+    kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any], utilities: Sequence[str]
+) -> Mapping[str, Any]:
     quiet = io.StringIO()
     with warnings.catch_warnings(), redirect_stdout(quiet), redirect_stderr(quiet):
         warnings.simplefilter("ignore")  # of torch, about its own means
-        found = torch.library.opcheck(
-            kernel.op, tuple(args), kwargs, test_utils=_UTILITIES, raise_exception=False
+        return torch.library.opcheck(
+            kernel.op, tuple(args), kwargs, test_utils=tuple(utilities), raise_exception=False
         )
-    for test, outcome in found.items():
-        if isinstance(outcome, BaseException):
-            return failed_with(NAME, test, _cause(outcome), subject.where)
-    with_gradients = " with gradients" if differentiable else " without gradients"
-    return CheckRow(NAME, "ok", f"opcheck{with_gradients}: schema, fake tensors, autograd, dynamic")
 
 
 def _differentiable(kernel: Kernel, arguments: Sequence[Any]) -> bool:
