@@ -77,3 +77,16 @@ def test_on_processes(check: str, world_size: int) -> None:
 def test_every_check_is_listed() -> None:
     for report in outcome(2).values():
         assert set(report) == set(NAMES)
+
+
+def test_our_module_may_be_what_imports_dtensor_first(tmp_path: Path) -> None:
+    """Kernels are attached in the middle of the import of torch.distributed.tensor."""
+    code = (
+        "import tpu_kernels as tk; tk.tpu_kernel; import tpu_kernels.integrations.dtensor;"
+        "import tpu_kernels.ops.matmul as m; print(m.matmul.autograd.distributed is not None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -44,9 +44,9 @@ def install() -> None:
 
 
 def _attach_dtensor(module: Any) -> None:
-    from tpu_kernels.integrations import dtensor
+    from tpu_kernels.integrations import attachment
 
-    dtensor.attach_to_kernels()
+    attachment.attach_to_kernels(module.DTensor)
 
 
 def _provide_torch_tpu_pallas() -> None:

@@ -29,7 +29,6 @@ from tpu_kernels.integrations.placement import (
     row_major_strides,
     spot_of,
 )
-from tpu_kernels.registry import kernel_hooks
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import Layout, flat_names, join, split
 from tpu_kernels.registry.operator import results_of
@@ -37,11 +36,6 @@ from tpu_kernels.registry.sharding import Choice, FunctionRule
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 4096  # plans per kernel; a bound for programs whose shapes never repeat
-
-
-def attach_to_kernels() -> None:
-    """Make every kernel, present and future, run on DTensors."""
-    kernel_hooks.add_hook("dtensor", DistributedKernel.attach)
 
 
 class DistributedKernel:
@@ -56,31 +50,20 @@ class DistributedKernel:
         self._plans: dict[Any, tuple[Plan, list[Any]]] = {}
         self._noted = False
 
-    @classmethod
-    def attach(cls, kernel: Kernel) -> None:
-        """Register with torch and with the kernel's autograd."""
-        distributed = cls(kernel)
-        kernel.autograd.distributed = distributed.differentiated
-        torch.library.register_torch_dispatch(
-            kernel.name, DTensor, distributed.dispatched, lib=kernel.operator.library
-        )
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], *, differentiate: bool) -> Any:
+        """Run a call of the kernel's operator that has a DTensor among its arguments.
 
-    def dispatched(
-        self, cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> Any:
-        """Run a call without gradients; torch calls this for operators on DTensors."""
-        return self._run(args, kwargs or {}, differentiate=False)
+        Args:
+            args: Positional arguments of the operator.
+            kwargs: Keyword arguments of the operator.
+            differentiate: Whether autograd is to record the steps.
 
-    def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a call that needs gradients, or return NotImplemented if it has no DTensor."""
-        for argument in (*args, *kwargs.values()):
-            items = argument if isinstance(argument, (list, tuple)) else (argument,)
-            if any(isinstance(item, DTensor) for item in items):
-                return self._run(args, kwargs, differentiate=True)
-        return NotImplemented
+        Returns:
+            What the operator returns, as DTensors.
 
-    # ------------------------------------------------------------------ running
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], *, differentiate: bool) -> Any:
+        Raises:
+            ArgumentError: The rule does not fit the arguments, or they cannot be used together.
+        """
         operator = self.kernel.operator
         definition = operator.definition
         arguments = operator.arguments(args, kwargs)
