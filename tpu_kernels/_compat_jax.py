@@ -603,10 +603,10 @@ def pallas_padding(pattern: str) -> Iterator[None]:
         if shape != ():
             return original(shape, dtype)
         if jnp.issubdtype(dtype, jnp.floating):
-            large = float(ml_dtypes.finfo(dtype).max) / 1024
+            large = float(ml_dtypes.finfo(dtype).max) / 1024  # type: ignore[no-untyped-call]
             value = {"nan": jnp.nan, "high": large, "low": -large}[pattern]
         elif jnp.issubdtype(dtype, jnp.integer):
-            limits = ml_dtypes.iinfo(dtype)
+            limits = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
             # Odd offsets, so that an even number of them does not wrap around to zero.
             value = limits.min + 3 if pattern == "low" else limits.max - 6 * (pattern == "high")
         else:

@@ -312,3 +312,22 @@ def test_a_listed_signature_leaves_the_tunables_out(schema: str, shown: str) -> 
         "source": "",
     }
     assert list_command._row(facts)[1] == shown
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_check_finds_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("check", *SCALE, "f32[16,128]", "--passes", "grid,numerics")
+    code, document = run_json(capsys, *words)
+    (report,) = document["reports"]
+    assert (code, document["ok"]) == (main.EXIT_OK, True)
+    assert [row["status"] for row in report["rows"]] == ["ok", "skipped"]
+    code, out, _ = run(capsys, *words)
+    assert "no reference" in out
+
+
+def test_check_refuses_an_unknown_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "check", *SCALE, "f32[16,128]", "--passes", "speed")
+    assert code == main.EXIT_USAGE
+    assert "unknown pass 'speed'" in err

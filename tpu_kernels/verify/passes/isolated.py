@@ -98,10 +98,14 @@ def plain_runs(
         arrays: Its arguments.
         patterns: See `_compat_jax.pallas_padding`.
     """
+    import jax
+
     outcomes = []
     for pattern in patterns:
         with _compat_jax.pallas_padding(pattern):
+            jax.clear_caches()  # of what was traced with another padding
             outcomes.append(_run(fn, arrays))
+    jax.clear_caches()
     return outcomes
 
 
@@ -122,7 +126,6 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
     printed = io.StringIO()
     with _only_cpu(), contextlib.redirect_stdout(printed):
         pltpu.reset_tpu_interpret_mode_state()
-        jax.clear_caches()  # what was traced with another padding or interpreter
         try:
             device = _compat_jax.cpu_device()
             with jax.default_device(device):
