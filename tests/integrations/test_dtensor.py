@@ -83,7 +83,7 @@ def test_our_module_may_be_what_imports_dtensor_first(tmp_path: Path) -> None:
     """Kernels are attached in the middle of the import of torch.distributed.tensor."""
     code = (
         "import tpu_kernels as tk; tk.tpu_kernel; import tpu_kernels.integrations.dtensor;"
-        "import tpu_kernels.ops.matmul as m; print(m.matmul.autograd.distributed is not None)"
+        "from tpu_kernels.ops.matmul import matmul as m; print(m.autograd.distributed is not None)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
