@@ -1,11 +1,15 @@
-"""Long runs, several threads, and Ctrl-C at any moment."""
+"""Long runs, several threads, Ctrl-C at any moment, and the end of the process."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
@@ -102,3 +106,75 @@ def test_ctrl_c_in_the_middle_of_operators_leaves_a_usable_process() -> None:
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=250
     )
     assert (done.returncode, done.stdout) == (0, "usable\n"), done.stderr
+
+
+# How a process may end, and the exit status that this must give.
+WAYS_TO_END = {
+    "pass": 0,
+    "threads = [threading.Thread(target=train) for _ in range(4)]\n"
+    "[thread.start() for thread in threads]\n"
+    "[thread.join() for thread in threads]": 0,
+    "sys.kept = train(), torch.UntypedStorage(64, device='tpu')  # freed last of all": 0,
+    "sys.exit(7)": 7,
+    "raise ValueError": 1,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)": -signal.SIGINT,
+}
+
+TRAINING = """
+import ctypes, json, os, signal, sys, threading, time
+import torch
+import tpu_kernels.device
+from tpu_kernels.backends.device import native
+
+def train():
+    model = torch.nn.Linear(64, 64).to("tpu")
+    model(torch.randn(32, 64, device="tpu")).sum().backward()
+    return model
+"""
+
+# torch's threads and C++ objects outlive the interpreter and use what the device gave them. Whether
+# they do so before the process is gone is a race. So each process does it itself as well, in exit
+# handlers that run when all Python objects are gone: it unwinds a stack, as torch's threads do when
+# they end, and calls machine code of the device.
+LATE_USE = """
+at_exit = ctypes.CDLL(None).__cxa_atexit
+at_exit.argtypes = [ctypes.c_void_p] * 3
+unwind = native.address_of(ctypes.CDLL("libgcc_s.so.1")._Unwind_Backtrace)
+visit = native.address_of(ctypes.CDLL(None).sched_yield)  # any function that returns 0: go on
+assert at_exit(unwind, visit, None) == 0
+assert at_exit(native.return_constant(0), None, None) == 0
+"""
+
+IN_FORKED_CHILDREN = """
+children = {}
+for ending in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        break
+    children[child] = ending
+else:
+    ended = (os.wait() for _ in children)
+    statuses = {children[child]: os.waitstatus_to_exitcode(status) for child, status in ended}
+    print(json.dumps(statuses), flush=True)
+    os._exit(0)
+train()
+exec(ending)
+"""
+
+
+def test_a_process_that_trained_ends_as_it_should() -> None:
+    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            # Python overwrites what it frees: nothing works by luck on memory that is gone.
+            env={**os.environ, "PYTHONMALLOC": "malloc_debug"},
+            capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        endings = json.dumps(list(WAYS_TO_END))
+        forked = pool.submit(run, TRAINING + LATE_USE + IN_FORKED_CHILDREN, endings)
+        plain = [pool.submit(run, TRAINING + "train()") for _ in range(2)]
+    assert json.loads(forked.result().stdout) == WAYS_TO_END, forked.result().stderr
+    assert [done.result().returncode for done in plain] == [0, 0]

@@ -9,6 +9,7 @@ returned ``DataPtr``.
 from __future__ import annotations
 
 import ctypes
+import struct
 
 import torch
 
@@ -72,9 +73,8 @@ def _register(cpu_allocator: int, table: int) -> None:
     original = native.table_entries(table, _SLOTS)[_ALLOCATE]
     allocate = native.call_then_store16(original, cpu_allocator, _DEVICE_OFFSET, device)
     own_table = native.copy_table(table, _SLOTS, {_ALLOCATE: allocate})
-    allocator = (ctypes.c_uint64 * 1)(own_table)
-    native.keep(allocator)
-    _set_allocator(ctypes.addressof(allocator))
+    # The whole object is the pointer to its table.
+    _set_allocator(native.place(struct.pack("<Q", own_table)))
 
 
 def _problem() -> str | None:

@@ -4,6 +4,11 @@ torch calls its allocator and its generator factory from anywhere: threads witho
 lock, destructors, the middle of a Ctrl-C. A Python callback there can be interrupted half-way and
 leave C++ with garbage. These functions are a dozen instructions of x86-64 (System V ABI), which
 nothing can interrupt.
+
+Whatever C++ is given an address of here lies in memory that belongs to no Python object. torch's
+threads and static objects outlive the interpreter, which frees every object on its way out, those
+in module globals too. Above all the unwind tables: when any thread of the process unwinds (the
+autograd and OpenMP threads do as they end), libgcc reads every table that was registered.
 """
 
 from __future__ import annotations
@@ -12,13 +17,13 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from tpu_kernels._compat_torch import library_folder
 from tpu_kernels.backends.device.probe import peek, peek_pointer
 from tpu_kernels.errors import DeviceError
 
-_keep_alive: list[object] = []  # code, frames and tables that C++ points to
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 def symbol(library: str, name: str) -> Any:
@@ -42,9 +47,21 @@ def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def keep(*objects: object) -> None:
-    """Keep objects alive as long as the process."""
-    _keep_alive.extend(objects)
+def place(data: bytes) -> int:
+    """Copy bytes into memory that is never freed, not even when the interpreter ends.
+
+    Args:
+        data: What to place, at most a page.
+
+    Returns:
+        The address of the copy, which is read-only and aligned to a page.
+
+    Raises:
+        DeviceError: If the system has no memory left.
+    """
+    address = _new_page()
+    _fill(address, data, mmap.PROT_READ)
+    return address
 
 
 def make_executable(code: bytes, frame: Callable[[int], bytes] | None = None) -> int:
@@ -61,25 +78,18 @@ def make_executable(code: bytes, frame: Callable[[int], bytes] | None = None) ->
     Raises:
         DeviceError: If the system does not allow new executable memory.
     """
-    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    page.write(code)
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = ctypes.c_size_t(mmap.PAGESIZE)
-    if libc.mprotect(ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
-        raise DeviceError(
-            f"this system does not allow executable memory (errno {ctypes.get_errno()})"
-        )
-    keep(page)
-    if frame is not None:
-        table = ctypes.create_string_buffer(frame(address))
-        try:
-            register = ctypes.CDLL("libgcc_s.so.1").__register_frame
-        except (OSError, AttributeError) as error:
-            raise DeviceError(f"cannot register unwind information: {error}") from error
-        register.argtypes, register.restype = [ctypes.c_void_p], None
-        register(ctypes.addressof(table))
-        keep(table)
+    address = _new_page()
+    if frame is None:
+        _fill(address, code, mmap.PROT_READ | mmap.PROT_EXEC)
+        return address
+    try:
+        register = ctypes.CDLL("libgcc_s.so.1").__register_frame
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"cannot register unwind information: {error}") from error
+    code += b"\0" * (-len(code) % 8)
+    _fill(address, code + frame(address), mmap.PROT_READ | mmap.PROT_EXEC)
+    register.argtypes, register.restype = [ctypes.c_void_p], None
+    register(address + len(code))
     return address
 
 
@@ -189,9 +199,31 @@ def copy_table(table: int, slots: int, changes: Mapping[int, int]) -> int:
     words = list(table_entries(table - 16, slots + 2))
     for slot, function in changes.items():
         words[2 + slot] = function
-    copy = (ctypes.c_uint64 * len(words))(*words)
-    keep(copy)
-    return ctypes.addressof(copy) + 16
+    return place(struct.pack(f"<{len(words)}Q", *words)) + 16
+
+
+def _new_page() -> int:
+    """Return the address of a new page, from the system directly: no Python object owns it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc.mmap(None, mmap.PAGESIZE, writable, private, -1, 0)
+    if address is None or address == _MAP_FAILED:
+        raise DeviceError(f"this system gives no more memory (errno {ctypes.get_errno()})")
+    return int(address)
+
+
+def _fill(address: int, data: bytes, protection: int) -> None:
+    """Write a page and give it its final protection."""
+    if len(data) > mmap.PAGESIZE:
+        raise DeviceError(f"{len(data)} bytes do not fit a page of {mmap.PAGESIZE}")
+    ctypes.memmove(address, data, len(data))
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(mmap.PAGESIZE)
+    if libc.mprotect(ctypes.c_void_p(address), size, protection) != 0:
+        kind = "executable" if protection & mmap.PROT_EXEC else "read-only"
+        raise DeviceError(f"this system does not allow {kind} memory (errno {ctypes.get_errno()})")
 
 
 def _padded(data: bytes) -> bytes:
