@@ -203,3 +203,14 @@ def test_names_that_torch_would_refuse_or_reserve(name: str) -> None:
 
     with pytest.raises(SignatureError, match="not a valid operator name"):
         from_function(f, name, Options())
+
+
+def test_defaults_that_no_schema_can_write_survive() -> None:
+    def f(
+        x: jax.Array, name: str = "a \"b\" 'c' \\ \n", limits: tuple[float, ...] = (float("inf"),)
+    ) -> jax.Array: ...
+
+    spec = from_function(f, "t::f", Options())
+    assert spec.schema == "f(Tensor x, str? name=None, float[]? limits=None) -> Tensor"
+    assert spec.parameter("name").for_kernel(None) == "a \"b\" 'c' \\ \n"
+    assert spec.parameter("limits").for_kernel(None) == (float("inf"),)

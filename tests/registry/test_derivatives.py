@@ -3,6 +3,7 @@ derivatives."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -232,3 +233,147 @@ def test_context_style_backward_as_in_torch_library() -> None:
     x = torch.full((2,), 2.0, requires_grad=True)
     cubed(x).sum().backward()
     assert x.grad.tolist() == [12.0, 12.0]
+
+
+@tk.tpu_kernel("derivatives::complex_wave", int64="exact")
+def complex_wave(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sin(x) * y
+
+
+def test_complex_gradients_follow_torchs_convention() -> None:
+    x, y = (torch.randn(2, dtype=torch.complex128, requires_grad=True) for _ in range(2))
+    assert gradcheck(complex_wave, (x, y), check_forward_ad=True)
+    assert gradgradcheck(complex_wave, (x, y))
+    real = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(complex_wave, (real, y))
+
+    @tk.tpu_kernel("derivatives::magnitude", int64="exact")
+    def magnitude(x: jax.Array) -> jax.Array:
+        return jnp.abs(x)
+
+    assert gradcheck(magnitude, (x,), check_forward_ad=True)
+    z = torch.randn(2, dtype=torch.complex128)
+    ours = torch.func.grad(lambda a: complex_wave(a, z).abs().sum())(z)
+    torch.testing.assert_close(ours, torch.func.grad(lambda a: (a.sin() * z).abs().sum())(z))
+
+
+@tk.tpu_kernel("derivatives::scaled", mutates_args=("a",), int64="exact")
+def scaled(a: jax.Array, r: jax.Array) -> jax.Array:
+    return jnp.sin(r) * a, {"a": a * a * r}  # type: ignore[return-value]
+
+
+def torch_scaled(a: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    old = a.clone()
+    a.copy_(old * old * r)
+    return torch.sin(r) * old
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_gradients_flow_through_mutated_arguments(
+    backend: str | None, needs: tuple[bool, bool]
+) -> None:
+    def loss(function: Any) -> Any:
+        def of(start: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+            a = start * 1
+            first = function(a, r)
+            second = function(a, r)
+            return (first + second * a).sum()
+
+        return of
+
+    found = []
+    for function in (scaled, torch_scaled):
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(3, generator=generator).requires_grad_(need) for need in needs]
+        call = loss(function)
+        if backend is not None:
+            torch._dynamo.reset()
+            call = torch.compile(call, backend=backend, fullgraph=True)
+        call(*inputs).backward()
+        found.append([x.grad for x in inputs])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_forward_mode_through_mutated_arguments() -> None:
+    def of(function: Any) -> Any:
+        def run(start: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+            a = start * 1
+            return function(a, r) + a
+
+        return run
+
+    a, r = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gradcheck(of(scaled), (a, r), check_forward_ad=True)
+    assert gradcheck(of(torch_scaled), (a, r), check_forward_ad=True)
+
+
+def test_writes_that_autograd_cannot_record_are_refused_before_they_happen() -> None:
+    leaf, r = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with pytest.raises(tk.ArgumentError, match="'a' is written to, but it is a leaf"):
+        scaled(leaf, r)
+    memory = torch.ones(2, 3)
+    with pytest.raises(tk.ArgumentError, match="'a' is written to, but it is a view"):
+        scaled(memory[0], r)
+    assert leaf.tolist() == [1.0] * 3
+    assert memory.tolist() == [[1.0] * 3] * 2
+    with torch.no_grad():
+        scaled(memory[0], r)
+
+
+def test_whether_there_is_a_derivative_may_depend_on_sizes_and_failures_are_not_kept() -> None:
+    broken = [True]
+
+    @tk.tpu_kernel("derivatives::by_size")
+    def by_size(x: jax.Array) -> jax.Array:
+        if broken:
+            raise ValueError("not now")
+        return pallas_square(x) if x.shape[0] >= 8 else x * x
+
+    small, large = (torch.ones(n, 128, requires_grad=True) for n in (4, 8))
+    with pytest.raises(tk.TraceError, match="not now"):
+        by_size(small)
+    broken.clear()
+    with pytest.raises(tk.MissingBackwardError):
+        by_size(large).sum().backward()
+    by_size(small).sum().backward()
+    assert float(small.grad.sum()) == 2 * 4 * 128
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_vmap_and_gradients_of_keyword_only_tensors(dim: int) -> None:
+    @tk.tpu_kernel("derivatives::keywords")
+    def keywords(x: jax.Array, n: int = 1, *, y: jax.Array, b: float = 2.0) -> jax.Array:
+        return x * y * n * b
+
+    x, y = torch.randn(3), torch.randn(4, 3)
+    batched = y if dim == 0 else y.t()
+    run = torch.vmap(lambda a, b: keywords(a, 2, y=b), in_dims=(None, dim))
+    torch.testing.assert_close(run(x, batched), x * y * 4)
+    leaf = y.clone().requires_grad_()
+    keywords(x, y=leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, (2 * x).expand(4, 3))
+    grad = torch.func.vmap(torch.func.grad(lambda b: keywords(x, y=b).sum()))(y)
+    torch.testing.assert_close(grad, (2 * x).expand(4, 3))
+
+
+def test_one_backward_may_run_in_many_threads() -> None:
+    x, y = torch.randn(16, requires_grad=True), torch.randn(16)
+    loss = wave(x, y).sum()
+    expected = torch.cos(x.detach()) * y**2
+    wrong: list[Any] = []
+
+    def run() -> None:
+        for _ in range(20):
+            try:
+                (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+                torch.testing.assert_close(grad, expected)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

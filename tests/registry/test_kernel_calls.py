@@ -3,10 +3,12 @@ agree."""
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -347,3 +349,119 @@ def test_opcheck_passes_for_every_shape_of_signature() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     assert set(torch.library.opcheck(axpy.op, (x, x, 2.0)).values()) == {"SUCCESS"}
     assert set(torch.library.opcheck(pallas_add_one.op, (x.detach(),)).values()) == {"SUCCESS"}
+
+
+@tk.tpu_kernel("calls::listed")
+def listed(
+    x: jax.Array,
+    xs: list[jax.Array],
+    holes: list[jax.Array | None] = (),  # type: ignore[assignment]
+    names: tuple[str, ...] = ("a",),
+) -> jax.Array:
+    return x + len(xs) + len(holes) + len(names)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: listed(x, x), ["'xs' takes list[jax.Array]", "got a tensor"]),
+        (lambda x: listed(x, [x, 1.0]), ["'xs'", "got list of Tensor, float"]),
+        (lambda x: listed(x, [None]), ["'xs'", "got list [None]"]),
+        (lambda x: listed(x, [], [], "abc"), ["'names'", "got str 'abc'"]),
+        (lambda x: tiled(x, (1, 2.5)), ["'block'", "got tuple (1, 2.5)"]),
+        (lambda x: counted(x, 2**63), ["'n' takes int", "got int 9223372036854775808"]),
+        (lambda x: counted(x, 2**31), ["'n' is 2147483648, out of the range of int32"]),
+    ],
+)
+def test_elements_and_ranges_are_refused_by_name(call: Any, words: list[str]) -> None:
+    for _ in range(2):  # the first call compiles, the second finds a program
+        with pytest.raises(tk.ArgumentError) as error:
+            call(torch.ones(2))
+        for word in words:
+            assert word in str(error.value)
+        assert float(counted(torch.ones(2), -(2**31))[0]) == -(2.0**31)
+
+
+@tk.tpu_kernel("calls::counted", dynamic_args=("n",))
+def counted(x: jax.Array, n: int) -> jax.Array:
+    return x + n
+
+
+def test_lists_have_their_defaults_and_may_be_empty() -> None:
+    x = torch.zeros(1)
+    assert listed(x, []).tolist() == [1.0]
+    assert listed(x, [x], [None, x]).tolist() == [4.0]
+
+    @tk.tpu_kernel("calls::total")
+    def total(xs: list[jax.Array]) -> jax.Array:
+        return sum(xs, jnp.zeros(2))
+
+    assert total([]).tolist() == [0.0, 0.0]
+    assert total([torch.ones(2, device="tpu")]).device.type == "tpu"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    x = torch.ones(2)
+    assert counted(x, np.int64(2)).tolist() == [3.0, 3.0]
+    assert axpy(x, x, np.float32(2)).tolist() == [3.0, 3.0]
+    assert tiled(x, (np.int32(3), 4)).tolist() == [4.0, 4.0]
+    assert axpy.bind(x, x, 2).static == {"alpha": 2.0}
+    assert isinstance(axpy.bind(x, x, 2).static["alpha"], float)
+
+
+def test_calls_with_too_few_arguments_name_the_kernel() -> None:
+    with pytest.raises(TypeError, match=r"axpy\(\) missing 2 required positional arguments"):
+        axpy()
+
+
+def test_statics_reach_the_kernel_beside_jax_arrays_as_beside_tensors() -> None:
+    class Side(enum.Enum):
+        LEFT = 1
+        RIGHT = 2
+
+    @tk.tpu_kernel("calls::statics")
+    def statics(x: jax.Array, side: Side = Side.LEFT, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        return (x * (2 if side is Side.LEFT else 3)).astype(dtype)
+
+    for side in (Side.LEFT, Side.RIGHT, "RIGHT"):
+        found = jax.jit(lambda a, side=side: statics(a, side, jnp.bfloat16))(jnp.ones(1))
+        expected = statics(torch.ones(1), side, jnp.bfloat16)
+        assert (float(found[0]), found.dtype.name) == (float(expected[0]), "bfloat16")
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_real_meta_and_fake_tensors_of_other_devices_do_not_mix(wrong: int) -> None:
+    tensors = [torch.ones(2), torch.ones(2)]
+    tensors[wrong] = tensors[wrong].to("meta")
+    with pytest.raises(tk.DeviceError, match=r"on cpu.* on meta|on meta.* on cpu"):
+        axpy(*tensors)
+    tensors[wrong] = torch.ones(2, device="tpu")
+    with pytest.raises(tk.DeviceError, match=r"on cpu.* on tpu|on tpu.* on cpu"):
+        fake_of(axpy, *tensors)
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
+    for tensor in (torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()):
+        with pytest.raises(
+            tk.ArgumentError, match=r"'x' is torch\.\w+; kernels take dense"
+        ) as error:
+            double(tensor)
+        assert "x.to_dense()" in str(error.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_results_beside_others_have_torchs_strides(device: str) -> None:
+    xs = [torch.ones(0, 3, device=device), torch.ones(2, 3, device=device)]
+    for _ in range(2):
+        found = everything(xs)
+        assert describe(found[1][1][0]) == describe(torch.empty(0, 3, device=device))
+        assert describe(fake_of(lambda a, b: everything([a, b])[1][1][0], *xs)) == describe(
+            found[1][1][0]
+        )
+
+
+def test_outputs_alias_nothing_under_disable_jit() -> None:
+    x = torch.arange(64.0)
+    with jax.disable_jit():
+        outputs = same_twice(x)
+    assert len({t.data_ptr() for t in (x, *outputs)}) == 3

@@ -279,3 +279,67 @@ def test_precision_is_the_default_of_the_kernels_products() -> None:
 
     call = precise.bind(torch.ones(4, 4))
     assert "Precision.HIGHEST" in str(jax.make_jaxpr(call.function(interpret=True))(*call.avals))
+
+
+@tk.tpu_kernel("lifetime::two_caches", mutates_args=("a", "bs"))
+def two_caches(a: jax.Array, bs: list[jax.Array], c: jax.Array):  # type: ignore[no-untyped-def]
+    return {"a": a + c, "bs": [b * 2 for b in bs]}
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda m: (m[:4], [m[3:7]]), r"arguments 'a' and 'bs\[0\]' are written to, but share"),
+        (lambda m: (m[:4], [m[4:], m[4:]]), r"arguments 'bs\[0\]' and 'bs\[1\]' are written to"),
+        (lambda m: (m[:1].expand(4), []), "'a' is written to, but several of its elements share"),
+        (lambda m: (m.unfold(0, 4, 1)[:, 0:4], []), "'a' is written to, but several of its"),
+        (lambda m: (m.view(torch.int32)[:4], [m[2:6]]), "arguments 'a' and 'bs"),
+    ],
+)
+def test_overlapping_writes_are_refused_before_the_launch(
+    device: str, arguments: Any, words: str
+) -> None:
+    memory = torch.arange(8.0, device=device)
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        call = torch.compile(two_caches, backend="aot_eager") if compiled else two_caches
+        with pytest.raises((tk.ArgumentError, torch._dynamo.exc.TorchRuntimeError), match=words):
+            call(*arguments(memory), torch.ones(4, device=device))
+    assert memory.tolist() == list(range(8))
+
+
+def test_interleaved_and_read_only_overlaps_are_right() -> None:
+    memory = torch.arange(8.0)
+    two_caches(memory[::2], [memory[1::2]], memory[:4])
+    assert memory.tolist() == [0, 2, 3, 6, 6, 10, 9, 14]
+    empty = torch.zeros(0)
+    two_caches(empty, [empty], empty)
+
+
+def test_inference_tensors_are_written_to_in_inference_mode_only() -> None:
+    with torch.inference_mode():
+        cache = torch.zeros(2)
+        two_caches(cache, [], torch.ones(2))
+    with pytest.raises(tk.ArgumentError, match="'a' is written to, but is an inference tensor"):
+        two_caches(cache, [], torch.ones(2))
+    assert cache.tolist() == [1.0, 1.0]
+
+
+def test_declared_dtypes_under_64_bit_policies_are_the_real_ones() -> None:
+    @tk.tpu_kernel("lifetime::wide", int64="exact", dynamic_args=("n", "s"))
+    def wide(x: jax.Array, n: int, s: float) -> tuple[jax.Array, jax.Array]:
+        return jnp.asarray(n), jnp.asarray(s)
+
+    @tk.tpu_kernel("lifetime::narrowed", int64="narrow_checked")
+    def narrowed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.arange(3), jnp.zeros(3)
+
+    calls = [lambda x: wide(x, 2**40, 0.1), lambda x: narrowed(x)]
+    for call in calls:
+        for dtype in (torch.int32, torch.int64):
+            x = torch.zeros(2, dtype=dtype)
+            with torch._subclasses.FakeTensorMode() as mode:
+                fake = call(mode.from_tensor(x))
+            assert [t.dtype for t in call(x)] == [t.dtype for t in fake]
+    assert wide(torch.zeros(1), 2**40, 0.1)[0].item() == 2**40
