@@ -78,7 +78,7 @@ def _scalar(base: str, value: Any) -> Any:
             _check_64_bits(value)
         return value
     if isinstance(value, _NUMPY.get(base, ())):
-        return value.item()
+        return value.item()  # type: ignore[attr-defined]
     raise TypeError(f"expected {base}, got {type(value).__name__}")
 
 

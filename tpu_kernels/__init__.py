@@ -96,6 +96,7 @@ __all__ = [
     "UnsupportedOnTarget",
     "autotune",
     "cache_key",
+    "check",
     "compile",
     "explain_overrides",
     "load",

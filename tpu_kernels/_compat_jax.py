@@ -215,7 +215,7 @@ from typing import Any
 #
 #
 #
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -554,7 +554,7 @@ def _bits(dtype: Any) -> int:
 
 
 def _dot_flops(jaxpr: Any) -> dict[str, float]:
-    """Multiply and add operations of the matrix products; of the branches of a `cond` the dearest."""
+    """Multiply-adds of the matrix products; of the branches of a `cond` the dearest."""
     total: dict[str, float] = {}
 
     def add(more: Mapping[str, float], times: float = 1.0) -> None:

@@ -187,7 +187,7 @@ def functorch_active() -> bool:
 
 
 def forward_ad_module() -> Any:
-    """Return the module whose ``_current_level`` says whether forward mode is active (-1: it is not).
+    """Return the module whose ``_current_level`` says whether forward mode is active (-1: no).
 
     There is no public question for it, and an operator's autograd kernel asks on every call.
     """

@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.compiler.chips import resolve
 from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.tuning.objective import CostModel, Evidence, Roofline
-from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 
 V6E = resolve("v6e").chip
 MIB = 1 << 20
