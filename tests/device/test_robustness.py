@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
@@ -164,17 +163,17 @@ exec(ending)
 
 
 def test_a_process_that_trained_ends_as_it_should() -> None:
-    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            # Python overwrites what it frees: nothing works by luck on memory that is gone.
-            env={**os.environ, "PYTHONMALLOC": "malloc_debug"},
-            capture_output=True, text=True, timeout=200,
+    def start(code: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(list(WAYS_TO_END))],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    with ThreadPoolExecutor() as pool:
-        endings = json.dumps(list(WAYS_TO_END))
-        forked = pool.submit(run, TRAINING + LATE_USE + IN_FORKED_CHILDREN, endings)
-        plain = [pool.submit(run, TRAINING + "train()") for _ in range(2)]
-    assert json.loads(forked.result().stdout) == WAYS_TO_END, forked.result().stderr
-    assert [done.result().returncode for done in plain] == [0, 0]
+    # Python overwrites what it frees: nothing works by luck on memory that is gone.
+    forking = start(TRAINING + LATE_USE + IN_FORKED_CHILDREN, PYTHONMALLOC="malloc_debug")
+    with forking, start(TRAINING + "train()") as plain:
+        output, errors = forking.communicate(timeout=200)
+        assert json.loads(output) == WAYS_TO_END, errors
+        _, errors = plain.communicate(timeout=200)
+        assert plain.returncode == 0, errors
