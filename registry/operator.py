@@ -325,7 +325,7 @@ class Operator:
         """Abstract values of the dynamic scalars: weakly typed, as Python numbers are in JAX."""
         import jax
 
-        width = 64 if jax.config.read("jax_enable_x64") else 32
+        width = 64 if jax.config.jax_enable_x64 else 32  # type: ignore[attr-defined]
         kinds = {"SymInt": f"int{width}", "float": f"float{width}", "bool": "bool"}
         return [
             jax.ShapeDtypeStruct((), kinds[p.schema_type], weak_type=p.schema_type != "bool")

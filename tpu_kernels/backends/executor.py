@@ -330,7 +330,7 @@ def _fresh(program: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, 
 
     def fresh(*args: Any) -> tuple[Any, ...]:
         results = program(*args)
-        if not jax.config.read("jax_disable_jit"):
+        if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return results
         return jax.tree_util.tree_map(lambda x: jnp.array(x, copy=True), results)  # type: ignore[no-any-return]
 
