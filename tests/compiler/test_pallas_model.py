@@ -169,7 +169,7 @@ def test_objectives_fall_back_to_what_is_known() -> None:
     few = CompileReport("ok", "v6e", "k", bundles=1)
     assert CostModel().figure(Evidence(V6E, [model], few)) == roofline_us
     assert CostModel().figure(Evidence(V6E, [], CompileReport("ok", "v6e", "k"))) is None
-    estimate = ModuleEstimate(3.5, (), "v6e", "simulated", "c", None)
+    estimate = ModuleEstimate(3.5, None, (), "v6e", "simulated", "c", None)
     told = CompileReport("ok", "v6e", "k", bundles=9000, estimate=estimate)
     assert CostModel().figure(Evidence(V6E, [model], told)) == 3.5
     bound = CostModel().lower_bound(known)
