@@ -325,7 +325,9 @@ def operator_function() -> type:
             run.needs = list(ctx.needs_input_grad[1:])
             written = run.written
             # The backward wants what the kernel read, which is about to be overwritten.
-            inputs = [t.clone() if i in written else t for i, t in enumerate(tensors)]
+            inputs: Sequence[torch.Tensor] = tensors
+            if written:
+                inputs = [t.clone() if i in written else t for i, t in enumerate(tensors)]
             with _compat_torch.below_autograd(), _compat_torch.outer_levels_differentiate():
                 slots, residuals = run.autograd.rule.forward(run)
             flat = run.flatten_results(slots)

@@ -104,7 +104,7 @@ def torch_kinds(
         other if both else None,
         *parts,
         padded,
-        torch.tensor(len(parts) * scale + shift, dtype=torch.float32),
+        torch.tensor(len(parts), dtype=torch.float32) * scale + torch.tensor(float(shift)),
     ]
 
 
@@ -143,9 +143,6 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels last": lambda t: (
         t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
     ),
-    "requires grad": lambda t: (
-        t.clone().requires_grad_() if t.dtype in (*FLOATS, torch.complex64) else t
-    ),
 }
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -165,7 +162,8 @@ def tensors(draw: Any, device: str) -> torch.Tensor:
     names = draw(st.lists(st.sampled_from(sorted(VIEWS)), max_size=2))
     for name in names:
         base = VIEWS[name](base)
-    return base
+    differentiable = dtype in (*FLOATS, torch.complex64)
+    return base.requires_grad_() if differentiable and draw(st.booleans()) else base
 
 
 @st.composite
