@@ -51,7 +51,7 @@ STRUCTURAL: dict[str, Op] = {
     "max_dim": lambda a, b: a.max(-1),
     "argmin": lambda a, b: a.argmin(0),
     "cumsum": lambda a, b: a.cumsum(-1),
-    "sort": lambda a, b: a.sort(-1, stable=True),
+    "sort": lambda a, b: a.sort(dim=-1, stable=True),
     "topk": lambda a, b: a.topk(1, -1),
     "cat": lambda a, b: torch.cat([a, b], -1),
     "stack": lambda a, b: torch.stack([a, b]),

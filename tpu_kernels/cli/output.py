@@ -92,4 +92,9 @@ class Output:
     def _console() -> Console:
         from rich.console import Console
 
-        return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+        class OurConsole(Console):
+            def on_broken_pipe(self) -> None:
+                """Leave a reader that went away to `main`; rich would end with status 1."""
+                raise BrokenPipeError
+
+        return OurConsole() if sys.stdout.isatty() else OurConsole(width=PIPE_WIDTH)
