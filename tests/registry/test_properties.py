@@ -359,7 +359,7 @@ def test_mutated_views_eager_compiled_and_plain_torch(
 ) -> None:
     def run(function: Any, memory: torch.Tensor) -> torch.Tensor:
         views = [memory[:4, ::2], memory[4:, 4:].t()]
-        given = memory[2 : 2 + rows, :4] if shared else memory[:rows, :4] * 1
+        given = memory[2 : 2 + rows, :4] if shared else memory[:rows, :4].clone()
         return function(views[:caches], memory[4:, :2], given)
 
     start = (torch.arange(64).reshape(8, 8) % 3 == 0).to(dtype)
