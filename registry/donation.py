@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.operator import Operator
 
 
+when_donated: list[Callable[[torch.Tensor], object]] = []
+"""Called with each tensor that is given away: backends drop what they keep of its memory."""
+
+
 class DonatedTensor(torch.Tensor):
     """What a tensor becomes when it is donated: every operation on it raises."""
 
@@ -101,6 +105,8 @@ def _check(
 
 def _kill(operator: Operator, name: str, tensor: torch.Tensor) -> None:
     # Give the memory back first: a donated tensor must not keep it alive.
+    for forget in when_donated:
+        forget(tensor)
     tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[call-overload]
     tensor.__class__ = DonatedTensor
     tensor.__dict__["_donated_as"] = f"tensor {name!r} was donated to {operator.definition.name}"

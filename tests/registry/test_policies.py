@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,3 +119,12 @@ def test_profiles_show_the_kernel_by_name() -> None:
     with profile() as recorded:
         donating(torch.ones(2), torch.ones(2))
     assert "policies::donating" in {event.name for event in recorded.events()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_donated_memory_is_free_while_the_dead_tensor_lives(device: str) -> None:
+    tensor = torch.ones(64, device=device)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    donating(tensor, torch.ones(64, device=device))
+    assert memory.expired()
+    assert "donated" in repr(tensor)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpu_kernels import _compat_jax, _compat_torch
+from tpu_kernels.registry import donation
 
 ALIGNMENT = 64
 """Bytes that XLA:CPU wants buffers aligned to; it silently copies others, and a copy must not be
@@ -57,6 +58,11 @@ class Bridge:
         self._mark_device = from_cpu_capsule
         self.to_jax = self._make_to_jax()
         self.to_torch = self._make_to_torch()
+        donation.when_donated.append(self.forget)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let go of a tensor's memory before the tensor dies."""
+        self._remembered.pop(id(tensor), None)
 
     def _make_to_jax(self) -> Callable[[torch.Tensor], Any]:
         remembered, miss = self._remembered.get, self.import_tensor
