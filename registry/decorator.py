@@ -100,7 +100,8 @@ def tpu_kernel(
 
     Example:
         >>> import jax, torch
-        >>> @tpu_kernel("doc::scale_add")
+        >>> import tpu_kernels as tk
+        >>> @tk.tpu_kernel("doc::scale_add")
         ... def scale_add(x: jax.Array, y: jax.Array, alpha: float = 1.0) -> jax.Array:
         ...     return x + alpha * y
         >>> scale_add(torch.ones(2), torch.ones(2), alpha=2.0)

@@ -68,9 +68,32 @@ class Engine:
         """Set everything that tracing depends on; the process's own jax config is never changed."""
         import jax
 
-        from tpu_kernels import _compat_jax
-
-        with jax.enable_x64(self.x64), contextlib.ExitStack() as stack:
-            if self.interpret:
-                stack.enter_context(_compat_jax.pallas_interpret(self.interpret))
+        with jax.enable_x64(self.x64), interpreting(self.interpret):
             yield
+
+
+_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tpu_kernels_interpret", default=None
+)
+
+current_interpret = _interpret.get
+"""What the program that is being traced wants of Pallas calls; None outside of our own traces."""
+
+
+@contextlib.contextmanager
+def interpreting(interpret: Any) -> Iterator[None]:
+    """Trace a program whose Pallas calls are interpreted, or lowered for a TPU.
+
+    Args:
+        interpret: True or `pltpu.InterpretParams` to interpret them; False leaves each its own.
+    """
+    from tpu_kernels import _compat_jax
+
+    token = _interpret.set(interpret)
+    try:
+        with contextlib.ExitStack() as stack:
+            if interpret:
+                stack.enter_context(_compat_jax.pallas_interpret(interpret))
+            yield
+    finally:
+        _interpret.reset(token)

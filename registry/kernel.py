@@ -9,14 +9,22 @@ from typing import Any
 
 import torch
 
+from tpu_kernels import _compat_torch
 from tpu_kernels.config import settings
-from tpu_kernels.dsl.spec import KernelSpec, Kind, Parameter, Source
+from tpu_kernels.dsl.spec import KernelSpec, Source
 from tpu_kernels.errors import KernelError
-from tpu_kernels.registry import kernel_hooks, naming, policies, reference, sharding
+from tpu_kernels.registry import (
+    kernel_hooks,
+    naming,
+    policies,
+    reference,
+    sharding,
+    within_jax,
+)
 from tpu_kernels.registry.autograd import Autograd
 from tpu_kernels.registry.batching import Batching
 from tpu_kernels.registry.binding import Bound, bind
-from tpu_kernels.registry.caller import make_caller, make_converter
+from tpu_kernels.registry.caller import make_caller
 from tpu_kernels.registry.choice import Choices
 from tpu_kernels.registry.config_table import ConfigChoice
 from tpu_kernels.registry.operator import Definition, Operator
@@ -24,6 +32,7 @@ from tpu_kernels.registry.programs import kernel_program
 from tpu_kernels.registry.stats import Counters, KernelStats
 
 
+@_compat_torch.compiles_as(lambda kernel: kernel._call)
 class Kernel:
     """A kernel as a torch operator; call it with torch tensors, or with JAX arrays inside JAX
     programs.
@@ -90,32 +99,11 @@ class Kernel:
         return self._call_unusual(args, kwargs)
 
     def _call_unusual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(_is_jax(v) for v in (*args, *kwargs.values())):
-            return self._call_jax(args, kwargs)
+        if within_jax.has_arrays(args, kwargs):
+            bound = inspect.signature(self._call).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return within_jax.call(self.spec, bound.arguments, self.choices.declared)
         return self._call(*args, **kwargs)
-
-    def _call_jax(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        import jax
-
-        bound = inspect.signature(self._call).bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = {
-            p.name: self._for_jax(p, bound.arguments[p.name]) for p in self.spec.op_parameters
-        }
-        values.update(
-            {n: self.choices.declared[n] for n in self.spec.tunables if values[n] is None}
-        )
-        outputs, mutated = self.spec.call(values, jax.default_backend() != "tpu")
-        result = self.spec.returns.unflatten(outputs)
-        return result if not mutated else mutated if not outputs else (result, mutated)
-
-    def _for_jax(self, p: Parameter, value: Any) -> Any:
-        """What the author's function takes for a value that was passed together with JAX arrays."""
-        if value is None:
-            return p.for_kernel(None)
-        if p.kind.is_tensor or p.kind is Kind.DYNAMIC:
-            return value
-        return p.for_kernel(make_converter(self.spec, p)(value))
 
     def retire(self, by: Source) -> None:
         """Take the operator out of torch: another definition takes its name."""
@@ -198,8 +186,8 @@ class Kernel:
 
         Example:
             >>> import jax, torch
-            >>> from tpu_kernels.registry.decorator import tpu_kernel
-            >>> @tpu_kernel("doc::square")
+            >>> import tpu_kernels as tk
+            >>> @tk.tpu_kernel("doc::square")
             ... def square(x: jax.Array) -> jax.Array:
             ...     return x * x
             >>> @square.backward
@@ -276,12 +264,6 @@ def _by_name(name: str, module: str) -> Kernel:
     if kernel is None:
         raise KernelError(f"kernel {name!r} is not defined by its module {module!r}")
     return kernel
-
-
-def _is_jax(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_is_jax(v) for v in value)
-    return type(value).__module__.startswith(("jax", "jaxlib")) and hasattr(value, "aval")
 
 
 def register(spec: KernelSpec, *, replace: bool = False, kind: type[Kernel] = Kernel) -> Kernel:

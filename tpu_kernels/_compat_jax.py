@@ -372,6 +372,14 @@ def pallas_interpret(mode: Any) -> Iterator[None]:
     """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret``
     says.
 
+def has_pallas_call(jaxpr: Any) -> bool:
+    """Whether a jaxpr contains a Pallas call, nested functions and loops included."""
+    return any(
+        eqn.primitive.name == "pallas_call" or any(map(has_pallas_call, inner_jaxprs(eqn)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
     The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the
     plain (and some hundred times faster) interpreter that ``True`` stands for.
 

@@ -18,10 +18,12 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
+
+_Class = TypeVar("_Class")
 
 # ---------------------------------------------------------------------------------------------
 # Simulated "tpu" device (backends/device). torch offers a Python backend for PrivateUse1 only
@@ -258,6 +260,27 @@ def batching_kernel(
         return custom_function_call_vmap_helper(interpreter, rule, call, *arguments(args, kwargs))
 
     return kernel
+
+
+def compiles_as(
+    function_of: Callable[[Any], Callable[..., Any]],
+) -> Callable[[type[_Class]], type[_Class]]:
+    """Return a class decorator that makes `torch.compile(instance)` compile a function instead.
+
+    Dynamo keeps what it compiled with the code object, and gives all callables that are no
+    functions the same one: the ninth instance would hit the limit of recompilations. These two
+    attributes are how Dynamo itself finds the function behind a wrapper.
+
+    Args:
+        function_of: The function of an instance; its code object must be its own.
+    """
+
+    def decorate(cls: type[_Class]) -> type[_Class]:
+        cls._torchdynamo_orig_callable = property(function_of)  # type: ignore[attr-defined]
+        cls._torchdynamo_wrapper_id = property(id)  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def symbol_of(size: Any) -> str | None:
