@@ -19,6 +19,9 @@ from tpu_kernels.errors import ConfigError
 CACHE_DIR = "TPU_KERNELS_CACHE_DIR"
 SIM_CHIP = "TPU_KERNELS_SIM_CHIP"
 SIM_DEVICE = "TPU_KERNELS_SIM_DEVICE"
+TORCH_TPU_CALLS = "TPU_KERNELS_TORCH_TPU_CALLS"
+PROGRAM_CACHE = "TPU_KERNELS_PROGRAM_CACHE"
+PROGRAM_CACHE_MIB = "TPU_KERNELS_PROGRAM_CACHE_MIB"
 
 # The generations that the TPU compiler can target; `tpu_kernels.compiler.chips` has their details.
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -36,11 +39,20 @@ class Settings:
         sim_chip: TPU generation that the simulated device stands for (``TPU_KERNELS_SIM_CHIP``).
         sim_device: Whether the simulated ``"tpu"`` device may be installed
             (``TPU_KERNELS_SIM_DEVICE``).
+        program_cache: Whether compiled CPU programs are kept in ``cache_dir``
+            (``TPU_KERNELS_PROGRAM_CACHE``).
+        program_cache_mib: MiB that they may take there (``TPU_KERNELS_PROGRAM_CACHE_MIB``).
+        torch_tpu_calls: How kernels call the real TorchTPU: ``"fast"``, ``"public"``, or ``"auto"``
+            for fast where the installed release is one that this was tested with
+            (``TPU_KERNELS_TORCH_TPU_CALLS``).
     """
 
     cache_dir: Path
     sim_chip: str = "v6e"
     sim_device: bool = True
+    program_cache: bool = True
+    program_cache_mib: int = 1024
+    torch_tpu_calls: str = "auto"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
@@ -64,6 +76,16 @@ class Settings:
             cache_dir=_folder(CACHE_DIR, cache_dir),
             sim_chip=_choice(SIM_CHIP, environment.get(SIM_CHIP) or "v6e", CHIPS),
             sim_device=_boolean(SIM_DEVICE, environment.get(SIM_DEVICE) or "1"),
+            torch_tpu_calls=_choice(
+                TORCH_TPU_CALLS,
+                environment.get(TORCH_TPU_CALLS) or "auto",
+                ("auto", "fast", "public"),
+                "way to call TorchTPU",
+            ),
+            program_cache=_boolean(PROGRAM_CACHE, environment.get(PROGRAM_CACHE) or "1"),
+            program_cache_mib=_size(
+                PROGRAM_CACHE_MIB, environment.get(PROGRAM_CACHE_MIB) or "1024"
+            ),
         )
 
 
@@ -96,11 +118,13 @@ def _folder(variable: str, value: str) -> Path:
     return path
 
 
-def _choice(variable: str, value: str, choices: tuple[str, ...]) -> str:
+def _choice(
+    variable: str, value: str, choices: tuple[str, ...], what: str = "TPU generation"
+) -> str:
     lowered = value.strip().lower()
     if lowered not in choices:
         raise ConfigError(
-            f"{variable}={value!r} is not a known TPU generation",
+            f"{variable}={value!r} is not a known {what}",
             hint=f"set {variable} to one of {', '.join(choices)}, or unset it",
         )
     return lowered
@@ -116,3 +140,16 @@ def _boolean(variable: str, value: str) -> bool:
         f"{variable}={value!r} is neither true nor false",
         hint=f"set {variable} to 1 or 0 (also true/false, yes/no, on/off), or unset it",
     )
+
+
+def _size(variable: str, value: str) -> int:
+    try:
+        size = int(value)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ConfigError(
+            f"{variable}={value!r} is not a positive whole number",
+            hint=f"set {variable} to a number of MiB, or unset it",
+        )
+    return size
