@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.compiler.chips import resolve
-from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+from tpu_kernels.compiler.cost.figures import ModuleEstimate
 from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.tuning.objective import CostModel, Evidence, Roofline

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ _BUNDLE = re.compile(
 _SPILL = re.compile(r"\bvst\b[^;]*?_spill")
 _VMEM_DATA = re.compile(r"DATA\s*=\s*")
 # What libtpu adds around a program, under names with and without the brackets that `copy` drops.
-_RUNTIME = (
+RUNTIME = (
     "<late-initialization>",
     "<late-finalization>",
     "late-initialization",
@@ -30,6 +31,50 @@ _RUNTIME = (
     "<top-inlining-caller>",
 )
 _STAMP = re.compile(r"^\d+-")
+_WINDOW = re.compile(
+    r"(input|output) window allocation for operator \w+ (\d+)\. The window shape is (\w+\[[\d,]*\])"
+)
+_BUFFERING = re.compile(r"has (\d+) buffering levels")
+# A result's type is one word, or a tuple in parentheses with blanks in it.
+_HLO_LINE = re.compile(
+    r"^\s+(?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$", re.MULTILINE
+)
+_HLO_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_HLO_OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A part of VMEM that an HLO uses.
+
+    Attributes:
+        role: ``"input"``, ``"output"``, ``"scratch"``, ``"spill"`` or ``"other"``.
+        name: What it is for, such as ``"input 0"``.
+        shape: Of one buffer, such as ``"bf16[512,1024]"``; empty if it is not known.
+        buffers: How many of that shape.
+        bytes: Size of all of them together, padding included.
+    """
+
+    role: str
+    name: str
+    shape: str
+    buffers: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class HloFacts:
+    """What an HLO instruction is.
+
+    Attributes:
+        opcode: Such as ``"fusion"``.
+        target: Target of a custom call; ``"tpu_custom_call"`` is a Pallas kernel.
+        op_name: Where it comes from in the traced function, such as ``"jit(f)/tanh"``.
+    """
+
+    opcode: str
+    target: str
+    op_name: str
 
 
 def libtpu_flags(folder: Path) -> str:
@@ -96,7 +141,7 @@ def bundle_texts(files: Iterable[Path]) -> dict[str, Path]:
     texts = {}
     for file in sorted(files):
         match = re.fullmatch(r"(?:\d+-)?(.+?)-\d+-final_bundles\.txt", file.name)
-        if match and match[1] not in ("TLP", *_RUNTIME):
+        if match and match[1] not in ("TLP", *RUNTIME):
             texts[match[1]] = file
     return texts
 
@@ -144,7 +189,7 @@ def figures(files: Iterable[Path]) -> dict[str, Any]:
 
 
 def vmem_by_kernel(html: str) -> dict[str, int]:
-    """Read libtpu's VMEM report.
+    """Read the totals of libtpu's VMEM report.
 
     Args:
         html: Text of ``...-vmem_report.html``, which holds its data as JSON.
@@ -152,11 +197,71 @@ def vmem_by_kernel(html: str) -> dict[str, int]:
     Returns:
         Bytes of VMEM by HLO name; empty if the page is not of the form known.
     """
+    return {name: total for name, (total, _) in vmem_allocations(html).items()}
+
+
+def vmem_allocations(html: str) -> dict[str, tuple[int, tuple[Allocation, ...]]]:
+    """Read libtpu's VMEM report.
+
+    Args:
+        html: Text of ``...-vmem_report.html``, which holds its data as JSON.
+
+    Returns:
+        Total bytes of VMEM and what they are for, by HLO name; empty if the page is not of the form
+        known.
+    """
     start = _VMEM_DATA.search(html)
     if start is None:
         return {}
     try:
         data = json.JSONDecoder().raw_decode(html[start.end() :])[0]
-        return {name: int(row["total_size"]) for name, row in data["hlo_breakdowns"].items()}
+        return {
+            name: (int(row["total_size"]), tuple(_allocations(row["blocks"])))
+            for name, row in data["hlo_breakdowns"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _allocations(blocks: Iterable[Any]) -> Iterator[Allocation]:
+    for block in blocks:
+        listed = block["allocations"]
+        for row in listed:
+            yield _allocation(str(row["tag"]), int(row["size"]), row.get("shape") or "")
+        rest = int(block["block_size"]) - sum(int(row["size"]) for row in listed)
+        if rest > 0:
+            name = str(block["block_type"]).replace("_", " ").lower()
+            yield Allocation("other", name, "", 1, rest)
+
+
+def _allocation(tag: str, size: int, shape: str) -> Allocation:
+    window = _WINDOW.match(tag)
+    if window is not None:
+        found = _BUFFERING.search(tag)
+        buffers = int(found[1]) if found else 1
+        return Allocation(window[1], f"{window[1]} {window[2]}", window[3], buffers, size)
+    if tag == "SPILL":
+        return Allocation("spill", "register spills", "", 1, size)
+    if tag == "scratch operand":
+        return Allocation("scratch", "scratch", shape, 1, size)
+    return Allocation("other", tag.partition(".")[0][:60], "", 1, size)
+
+
+def hlo_facts(text: str) -> dict[str, HloFacts]:
+    """Read what the compiler's final HLO says of each instruction.
+
+    Args:
+        text: Text of ``...TLP-hlo.txt``.
+
+    Returns:
+        Facts by name of the instruction.
+
+    Example:
+        >>> hlo_facts('  %f.1 = f32[8]{0} fusion(%x), metadata={op_name="jit(g)/tanh" id=1}')
+        {'f.1': HloFacts(opcode='fusion', target='', op_name='jit(g)/tanh')}
+    """
+    found = {}
+    for name, opcode, rest in _HLO_LINE.findall(text):
+        target, op_name = _HLO_TARGET.search(rest), _HLO_OP_NAME.search(rest)
+        found[name] = HloFacts(opcode, target[1] if target else "", op_name[1] if op_name else "")
+    return found

@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_kernels.compiler import artifacts, jobs, locations, pickling
 from tpu_kernels.compiler.chips import Target, resolve
-from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+from tpu_kernels.compiler.cost.figures import ModuleEstimate
 from tpu_kernels.compiler.diagnose import diagnose
 from tpu_kernels.compiler.pool import Job, Outcome, shared_pool
 from tpu_kernels.compiler.report import CompileReport

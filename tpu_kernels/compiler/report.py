@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_kernels.compiler.cost.estimate import ModuleEstimate
+from tpu_kernels.compiler.cost.figures import ModuleEstimate
 
 STATUSES = ("ok", "error", "vmem", "unsupported", "invalid", "timeout", "crashed", "unavailable")
 """Every status that a report may have; only ``"ok"`` means that the program runs on the target."""

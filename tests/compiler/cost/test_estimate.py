@@ -14,7 +14,8 @@ import pytest
 
 from tpu_kernels.compiler import chips, compile_function
 from tpu_kernels.compiler.cost.calibration import calibration, fitted_for
-from tpu_kernels.compiler.cost.estimate import COPIES, ModuleEstimate, estimate
+from tpu_kernels.compiler.cost.estimate import COPIES_NAME, estimate
+from tpu_kernels.compiler.cost.figures import ModuleEstimate
 from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
 from tpu_kernels.compiler.cost.selftest import selftest
 from tpu_kernels.errors import ArgumentError
@@ -59,7 +60,7 @@ def test_a_matmul_is_estimated_within_its_bounds(dump: Dump) -> None:
 def test_copies_of_the_program_itself_are_counted(dump: Dump) -> None:
     files = dump(matmul="matmul.tpu7x", TLP="matmul.tpu7x.top")
     names = {kernel.name: kernel for kernel in estimate(files, chips()["tpu7x"]).kernels}
-    copies = names[COPIES]
+    copies = names[COPIES_NAME]
     assert copies.hbm_bytes >= 2 * 2048 * 2048 * 2  # both operands go to VMEM first
     assert copies.us > 0
     assert copies.cycles == copies.dma_stall

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tpu_kernels.compiler import artifacts
 from tpu_kernels.compiler.chips import Chip
 from tpu_kernels.compiler.cost.calibration import Calibration, calibration, fitted_for
+from tpu_kernels.compiler.cost.figures import COPIES, PALLAS, XLA, KernelEstimate, ModuleEstimate
 from tpu_kernels.compiler.cost.listing import FormatError, Listing, parse
-from tpu_kernels.compiler.cost.machine import UNKNOWN_LOOP
+from tpu_kernels.compiler.cost.machine import UNKNOWN_LOOP, CallCost
 from tpu_kernels.compiler.cost.scalars import KernelScalars, choose
 from tpu_kernels.compiler.cost.simulate import Simulation, simulate
 
@@ -23,121 +22,9 @@ _STALLED = 0.15  # share of the time from which waiting for HBM is what bounds a
 _MXU_BUSY = 0.8
 _LAUNCH_US = 100.0  # below this, what a launch costs on the host matters more than the kernel
 _DEDUPLICATED = re.compile(r"equivalent_hlos\[size=(\d+)\]")
-COPIES = "copies between kernels"
-
-
-@dataclass(frozen=True)
-class KernelEstimate:
-    """Estimated cost of one HLO: a Pallas kernel, or a fusion or copy of XLA's.
-
-    Attributes:
-        name: The HLO's name.
-        count: How often the program runs it.
-        us: Time of one run in µs.
-        cycles: Simulated cycles of one run, before calibration.
-        bundles: Bundles issued.
-        static_bundles: Bundles in the code.
-        mxu_busy: Cycles that the busiest matrix unit works.
-        mxu_stall: Cycles by which it exceeds the bundles.
-        dma_stall: Cycles spent in waiting for copies.
-        hbm_bytes: Bytes moved to or from HBM.
-        hbm_busy: Cycles that HBM moves them.
-        copied: Bytes by direction.
-        units: Instructions executed, by unit.
-        utilization: Share of each unit's capacity that the hottest block uses.
-        spills: Vector registers stored for want of registers.
-        fills: Vector registers loaded back.
-        vmem_bytes: Vector memory that it allocates, where the compiler tells.
-        bound: ``"mxu"``, ``"hbm"`` or ``"issue"`` (instructions other than the matrix ones).
-        roofline_us: Time that its matrix operations or its bytes need at least.
-        warnings: What had to be guessed, counted.
-    """
-
-    name: str
-    count: int
-    us: float
-    cycles: float
-    bundles: int
-    static_bundles: int
-    mxu_busy: int
-    mxu_stall: int
-    dma_stall: float
-    hbm_bytes: int
-    hbm_busy: float
-    copied: Mapping[str, int]
-    units: Mapping[str, int]
-    utilization: Mapping[str, float]
-    spills: int
-    fills: int
-    vmem_bytes: int | None
-    bound: str
-    roofline_us: float
-    warnings: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the roofline that it reaches, at most 1."""
-        return min(self.roofline_us / self.us, 1.0) if self.us else 0.0
-
-
-@dataclass(frozen=True)
-class ModuleEstimate:
-    """Estimated cost of a program.
-
-    Attributes:
-        us: Time in µs, None where there is no listing to tell it from.
-        at_least_us: Lower bound in µs: what the matrix operations and the bytes moved need. Good
-            for ranking where there is nothing better.
-        kernels: Its HLOs.
-        chip: The chip.
-        confidence: ``"simulated"``; ``"approximate"`` where something had to be guessed or the chip
-            has no calibration; ``"roofline"`` where only a lower bound is known; ``"none"``.
-        calibration: Name of the calibration.
-        libtpu_version: Version of the compiler that made the code.
-        warnings: What to know before believing it.
-    """
-
-    us: float | None
-    at_least_us: float | None
-    kernels: tuple[KernelEstimate, ...]
-    chip: str
-    confidence: str
-    calibration: str
-    libtpu_version: str | None
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The estimate for people, the dearest kernel first."""
-        if self.us is None:
-            notes = "".join(f"\n  note: {warning}" for warning in self.warnings)
-            return f"no estimated time on {self.chip} ({self.confidence}){notes}"
-        lines = [
-            f"estimated {self.us:.1f} µs on {self.chip} ({self.confidence}, {self.calibration})"
-        ]
-        for kernel in sorted(self.kernels, key=lambda kernel: -kernel.us * kernel.count):
-            times = f" x {kernel.count}" if kernel.count != 1 else ""
-            lines.append(
-                f"  {kernel.name}: {kernel.us:.1f} µs{times}, bound by {kernel.bound}, "
-                f"{kernel.efficiency:.0%} of the roofline"
-            )
-        lines.extend(f"  note: {warning}" for warning in self.warnings)
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModuleEstimate:
-        """Make an estimate of what `to_dict` returned."""
-        fields = dict(data)
-        fields["kernels"] = tuple(KernelEstimate(**kernel) for kernel in data["kernels"])
-        fields["warnings"] = tuple(data["warnings"])
-        return cls(**fields)
-
-    def __str__(self) -> str:
-        return self.text
+COPIES_NAME = "copies between kernels"
+_MOSAIC = "tpu_custom_call"
+_TIMELINE = 0.02  # share of the time from which a kernel's own is kept
 
 
 def estimate(
@@ -172,7 +59,7 @@ def estimate(
     texts = artifacts.bundle_texts(files)
     for name, path in texts.items():
         try:
-            listings[name] = parse(path.read_text(encoding="utf-8", errors="replace"))
+            listings[name] = parse(_read(path))
         except FormatError as error:
             notes.append(f"{name}: {error}")
     if not listings or len(listings) < len(texts):
@@ -182,17 +69,19 @@ def estimate(
             None, bound, (), chip.name, confidence, fit.id, libtpu_version, tuple(notes)
         )
     run = _Runner(chip, fit, limit_s)
-    counts, top = _counts(files, run)
-    memory = _vmem(files)
     waiting = list(scalars)
-    kernels = []
-    for name, listing in listings.items():
-        found = run(listing, choose(listing, waiting))
-        kernels.append(run.kernel(name, counts.get(name, 1), found, memory.get(name)))
+    runs = {name: run(listing, choose(listing, waiting)) for name, listing in listings.items()}
+    sharing = _Sharing(files)
+    top = _top_level(files, run, sharing, runs)
+    counts = sharing.counts(top)
+    about = _About(files)
+    kernels = [about(run.kernel(name, counts.get(name, 1), each)) for name, each in runs.items()]
     if top is not None and top.dma_stall > 0:
         kernels.append(_copies(run, top))
-    total = sum(kernel.us * kernel.count for kernel in kernels)
+    total = sum(kernel.total_us for kernel in kernels)
+    kernels = [_shortened(kernel, total) for kernel in kernels]
     least = sum(kernel.roofline_us * kernel.count for kernel in kernels)
+    unknown = () if top is None else _unknown(counts, listings)
     guessed = any(kernel.warnings for kernel in kernels)
     if not fit.fitted:
         notes.append(f"there are no published times for {chip.name} to calibrate with")
@@ -200,10 +89,26 @@ def estimate(
         notes.append(f"calibrated with libtpu {fitted_for()}, compiled with {libtpu_version}")
     if total < _LAUNCH_US:
         notes.append("under 100 µs the launch, which is not included, may cost more")
-    confidence = "approximate" if guessed or not fit.fitted else "simulated"
+    if unknown:
+        notes.append("the time of what is unknown is not included")
+    sure = fit.fitted and not guessed and not unknown
     return ModuleEstimate(
-        total, least, tuple(kernels), chip.name, confidence, fit.id, libtpu_version, tuple(notes)
+        us=total,
+        at_least_us=least,
+        kernels=tuple(kernels),
+        chip=chip.name,
+        confidence="simulated" if sure else "approximate",
+        calibration=fit.id,
+        libtpu_version=libtpu_version,
+        warnings=tuple(notes),
+        unknown=unknown,
     )
+
+
+def _unknown(counts: Mapping[str, int], listings: Mapping[str, Listing]) -> tuple[str, ...]:
+    """What the program calls and has left no listing, the start and end of every program aside."""
+    missing = {name for name in counts if name not in listings}
+    return tuple(sorted(missing - {"", *artifacts.RUNTIME}))
 
 
 class _Runner:
@@ -213,7 +118,10 @@ class _Runner:
         self.chip, self.fit, self.limit_s = chip, fit, limit_s
 
     def __call__(
-        self, listing: Listing, scalars: Mapping[int, np.ndarray] | None = None
+        self,
+        listing: Listing,
+        scalars: Mapping[int, np.ndarray] | None = None,
+        calls: Mapping[str, CallCost] | None = None,
     ) -> Simulation:
         return simulate(
             listing,
@@ -221,12 +129,11 @@ class _Runner:
             delay_slots=self.chip.branch_delay_slots,
             vmatmul_cycles=self.chip.cycles_per_vmatmul,
             scalars=scalars,
+            calls=calls,
             limit_s=self.limit_s,
         )
 
-    def kernel(
-        self, name: str, count: int, found: Simulation, vmem_bytes: int | None
-    ) -> KernelEstimate:
+    def kernel(self, name: str, count: int, found: Simulation) -> KernelEstimate:
         clock, bandwidth = self.chip.clock_hz, self.chip.hbm_bytes_per_s
         return KernelEstimate(
             name=name,
@@ -245,10 +152,11 @@ class _Runner:
             utilization=self._utilization(found),
             spills=found.counts.get("spill", 0),
             fills=found.counts.get("fill", 0),
-            vmem_bytes=vmem_bytes,
+            vmem_bytes=None,
             bound=_bound(found),
             roofline_us=max(found.mxu_busy / clock, found.hbm_bytes / bandwidth) * 1e6,
             warnings=found.warnings,
+            timeline=found.timeline,
         )
 
     def _utilization(self, found: Simulation) -> dict[str, float]:
@@ -267,49 +175,115 @@ def _bound(found: Simulation) -> str:
     return "issue"
 
 
-def _counts(files: Sequence[Path], run: _Runner) -> tuple[dict[str, int], Simulation | None]:
-    """How often each HLO runs: as the top-level program calls it, else as code is shared."""
-    shared: dict[str, int] = {}
-    representative: dict[str, str] = {}
-    top = None
-    for file in files:
-        if file.name.endswith("deduplication-map.txt"):
+class _Sharing:
+    """Which HLOs share code, by libtpu's map of equal ones.
+
+    Args:
+        files: Dumped files.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._shared: dict[str, int] = {}
+        self._owner: dict[str, str] = {}
+        for file in files:
+            if not file.name.endswith("deduplication-map.txt"):
+                continue
             key = ""
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in _read(file).splitlines():
                 if line.startswith("key:"):
                     key = line.removeprefix("key:")
                 elif match := _DEDUPLICATED.match(line):
-                    shared[key] = max(int(match[1]), 1)
+                    self._shared[key] = max(int(match[1]), 1)
                 elif line.startswith("  "):
-                    representative[line.strip()] = key
-        elif artifacts.is_top_level(file):
-            try:
-                top = run(parse(file.read_text(encoding="utf-8", errors="replace")))
-            except FormatError:
-                top = None  # the kernels' own listings count; only loops around them go unseen
-    if top is None or UNKNOWN_LOOP in top.warnings or not top.calls:
-        return shared, None
-    calls: dict[str, int] = {}
-    for name, times in top.calls.items():
-        owner = representative.get(name, name)
-        calls[owner] = calls.get(owner, 0) + times
-    return {**shared, **calls}, top
+                    self._owner[line.strip()] = key
+
+    def owner(self, name: str) -> str:
+        """The HLO whose code another one runs."""
+        return self._owner.get(name, name)
+
+    def names(self, owner: str) -> list[str]:
+        """All HLOs that run the code of one."""
+        return [owner, *(name for name, other in self._owner.items() if other == owner)]
+
+    def counts(self, top: Simulation | None) -> dict[str, int]:
+        """How often each HLO runs: as the top-level program calls it, else as code is shared."""
+        if top is None:
+            return self._shared
+        calls: dict[str, int] = {}
+        for name, times in top.calls.items():
+            calls[self.owner(name)] = calls.get(self.owner(name), 0) + times
+        return calls
+
+
+def _top_level(
+    files: Sequence[Path], run: _Runner, sharing: _Sharing, runs: Mapping[str, Simulation]
+) -> Simulation | None:
+    """Run the program that calls the HLOs, which copies while they run."""
+    listing = next((file for file in files if artifacts.is_top_level(file)), None)
+    if listing is None:
+        return None
+    costs = {
+        name: CallCost(found.cycles, found.hbm_busy)
+        for owner, found in runs.items()
+        for name in sharing.names(owner)
+    }
+    try:
+        top = run(parse(_read(listing)), calls=costs)
+    except FormatError:
+        return None  # the kernels' own listings count; only loops around them go unseen
+    return None if UNKNOWN_LOOP in top.warnings or not top.calls else top
 
 
 def _copies(run: _Runner, top: Simulation) -> KernelEstimate:
     """What the top-level program itself waits for: operands that XLA moves to VMEM and back."""
     return dataclasses.replace(
-        run.kernel(COPIES, 1, top, None),
+        run.kernel(COPIES_NAME, 1, top),
         us=run.fit.microseconds(top.dma_stall, run.chip),
         cycles=top.dma_stall,
         bound="hbm",
         roofline_us=top.hbm_bytes / run.chip.hbm_bytes_per_s * 1e6,
         warnings={},
+        kind=COPIES,
+        timeline=None,
     )
 
 
-def _vmem(files: Sequence[Path]) -> dict[str, int]:
-    for file in files:
-        if file.name.endswith("vmem_report.html"):
-            return artifacts.vmem_by_kernel(file.read_text(encoding="utf-8", errors="replace"))
-    return {}
+class _About:
+    """What the compiler tells of an HLO besides its code.
+
+    Args:
+        files: Dumped files.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._memory: dict[str, tuple[int, tuple[artifacts.Allocation, ...]]] = {}
+        self._hlo: dict[str, artifacts.HloFacts] = {}
+        for file in files:
+            if file.name.endswith("vmem_report.html"):
+                self._memory = artifacts.vmem_allocations(_read(file))
+            elif file.name.endswith("TLP-hlo.txt"):
+                self._hlo = artifacts.hlo_facts(_read(file))
+
+    def __call__(self, kernel: KernelEstimate) -> KernelEstimate:
+        """Add it to a kernel's figures."""
+        total, allocations = self._memory.get(kernel.name, (None, ()))
+        facts = self._hlo.get(kernel.name)
+        kind = "" if facts is None else PALLAS if facts.target == _MOSAIC else XLA
+        return dataclasses.replace(
+            kernel,
+            kind=kind,
+            op_name="" if facts is None else facts.op_name,
+            vmem_bytes=total,
+            allocations=allocations,
+        )
+
+
+def _shortened(kernel: KernelEstimate, total_us: float) -> KernelEstimate:
+    """Drop the timeline of what hardly counts: reports are kept on disk."""
+    if kernel.total_us >= _TIMELINE * total_us:
+        return kernel
+    return dataclasses.replace(kernel, timeline=None)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tpu_kernels.compiler.cost.timeline import Recorder
 from tpu_kernels.compiler.cost.translate import operand_address
 from tpu_kernels.compiler.cost.values import UNKNOWN, Value, s32
 
+CALL = "call "  # what the count of a called HLO's runs is named after
 UNKNOWN_LOOP = "loop whose end depends on data"
 _ON_CHIP_LATENCY = 100  # cycles of a copy that does not touch HBM; such copies are rare and short
 _ON_CHIP_BYTES_PER_CYCLE = 256
@@ -33,23 +35,43 @@ class Speed:
     granule_bytes: int = 32
 
 
+@dataclass(frozen=True)
+class CallCost:
+    """What running another HLO costs its caller.
+
+    Attributes:
+        cycles: Its length.
+        hbm_busy: Cycles that HBM moves its bytes; copies of the caller's wait for that.
+    """
+
+    cycles: float
+    hbm_busy: float
+
+
 class Machine:
     """State that generated code works on; its methods are called from there.
 
     Args:
         speed: Speed of copies.
         scalars: Integer operands that steer the kernel, by operand number.
+        calls: Cost of the HLOs that it calls, by name; others take no time.
     """
 
-    def __init__(self, speed: Speed, scalars: Mapping[int, np.ndarray]) -> None:
+    def __init__(
+        self,
+        speed: Speed,
+        scalars: Mapping[int, np.ndarray],
+        calls: Mapping[str, CallCost] | None = None,
+    ) -> None:
         self.speed = speed
         self.scalars = scalars
+        self.call_costs = calls or {}
+        self.recorder = Recorder()
         self.t = 0.0
         self.smem: dict[Value, Value] = {0: 0}  # address 0 holds the number of the core
         self.semaphores: dict[Value, deque[tuple[float, int]]] = {}
         self.hbm_free = 0.0
         self.counts: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
         self.warnings: Counter[str] = Counter()
         self._unknown_branches: Counter[int] = Counter()
         self._addresses = {
@@ -115,6 +137,7 @@ class Machine:
                 if arrival <= t:
                     return t
                 self.counts["dma_stall"] += arrival - t  # type: ignore[assignment]
+                self.recorder.waits.add((t, arrival))
                 return arrival
         self.warnings["wait for a copy that was never started"] += 1
         return t
@@ -134,7 +157,8 @@ class Machine:
             self.warnings["copy of unknown size"] += 1
             return
         size = granules * self.speed.granule_bytes
-        self.counts[f"{source}->{target}"] += size
+        direction = f"{source}->{target}"
+        self.counts[direction] += size
         if target == "smem":
             self._fill_smem(source_address, target_address)
         if "hbm" in (source, target):
@@ -145,9 +169,20 @@ class Machine:
             self.counts["hbm_bytes"] += size
             done = self.hbm_free + self.speed.hbm_latency
         else:
+            start = t
             done = t + _ON_CHIP_LATENCY + size / _ON_CHIP_BYTES_PER_CYCLE
+        self.recorder.transfers.add((direction, t, start, done, size))
         if semaphore is not UNKNOWN:
             self._semaphore(semaphore).append((done, granules))
+
+    def call(self, t: float, name: str) -> float:
+        """Run another HLO; returns when it is done."""
+        self.counts[CALL + name] += 1
+        cost = self.call_costs.get(name)
+        if cost is None:
+            return t
+        self.hbm_free = max(self.hbm_free, t) + cost.hbm_busy
+        return t + cost.cycles
 
     # --- Called by the simulator ---
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpu_kernels.compiler.chips import Target, resolve
 from tpu_kernels.compiler.compile import compile_function
-from tpu_kernels.compiler.cost.estimate import KernelEstimate
+from tpu_kernels.compiler.cost.figures import KernelEstimate
 
 _SIZE, _BLOCK = 2048, 512
 _ROWS, _COLUMNS, _BLOCK_ROWS = 8192, 1024, 256

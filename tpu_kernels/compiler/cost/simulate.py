@@ -17,7 +17,8 @@ import numpy as np
 
 from tpu_kernels.compiler.cost.listing import Listing
 from tpu_kernels.compiler.cost.loops import LoopSkipper
-from tpu_kernels.compiler.cost.machine import Machine, Speed
+from tpu_kernels.compiler.cost.machine import CALL, CallCost, Machine, Speed
+from tpu_kernels.compiler.cost.timeline import Timeline
 from tpu_kernels.compiler.cost.translate import Block, Translation, translate
 from tpu_kernels.compiler.cost.values import NAMESPACE, UNKNOWN
 
@@ -48,6 +49,7 @@ class Simulation:
         warnings: What had to be guessed, counted.
         complete: Whether the kernel ran to its end.
         skipped: Visits that were extrapolated instead of run.
+        timeline: Its first and last steps, None if it does not loop.
     """
 
     cycles: float
@@ -66,6 +68,7 @@ class Simulation:
     warnings: Mapping[str, int] = field(default_factory=dict)
     complete: bool = True
     skipped: int = 0
+    timeline: Timeline | None = None
 
 
 def simulate(
@@ -75,6 +78,7 @@ def simulate(
     delay_slots: int,
     vmatmul_cycles: Mapping[str, int],
     scalars: Mapping[int, np.ndarray] | None = None,
+    calls: Mapping[str, CallCost] | None = None,
     limit_s: float = 60.0,
     extrapolate: bool = True,
 ) -> Simulation:
@@ -86,6 +90,7 @@ def simulate(
         delay_slots: Bundles after a branch that are still executed.
         vmatmul_cycles: Cycles that one matrix instruction keeps its MXU busy, by class of operands.
         scalars: Integer operands that steer it, by operand number.
+        calls: What the HLOs that it calls cost, by name.
         limit_s: Seconds after which the run is given up.
         extrapolate: Whether long uniform loops may be skipped through.
 
@@ -94,7 +99,7 @@ def simulate(
     """
     program = translate(listing, delay_slots, vmatmul_cycles)
     functions = _load(program)
-    machine = Machine(speed, scalars or {})
+    machine = Machine(speed, scalars or {}, calls)
     registers: list[Any] = [UNKNOWN] * (program.registers + 1)
     visits: Counter[int] = Counter()
     skipper = LoopSkipper(program, machine, registers, visits) if extrapolate else None
@@ -104,6 +109,8 @@ def simulate(
         visits[position] += 1
         steps += 1
         following = functions[position](registers, machine)
+        if 0 <= following <= position:
+            machine.recorder.loop(following, position, machine.t, visits[following])
         if skipper is not None:
             skipper.step(position, following)
         position = following
@@ -147,12 +154,21 @@ def _summary(
         dma_stall=machine.counts["dma_stall"],
         hbm_bytes=machine.counts["hbm_bytes"],
         hbm_busy=machine.counts["hbm_busy"],
-        copied={name: size for name, size in machine.counts.items() if "->" in name},
+        copied={
+            name: size
+            for name, size in machine.counts.items()
+            if "->" in name and not name.startswith(CALL)
+        },
         counts=dict(counts),
         visits=dict(visits),
-        calls=dict(machine.calls),
+        calls={
+            name.removeprefix(CALL): times
+            for name, times in machine.counts.items()
+            if name.startswith(CALL)
+        },
         hottest=program.blocks[hottest],
         warnings=dict(program.warnings + machine.warnings),
         complete=complete,
         skipped=skipped,
+        timeline=machine.recorder.timeline(machine.t, visits),
     )

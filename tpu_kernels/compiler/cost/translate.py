@@ -210,7 +210,7 @@ class _Translator:
             if opcode.startswith("inlined_call_operand"):
                 writes.append((instruction, self._call_operand(instruction)))
             elif opcode == "inlined_call":
-                lines.append(f" S.calls[{instruction.text!r}]+=1")
+                lines.append(f" t=S.call(t+{offset},{instruction.text!r})-{offset}")
             elif opcode.startswith(("dma", "vsyncadd")):
                 self._copy_or_semaphore(lines, instruction, offset)
             elif opcode.startswith("vdelay"):
