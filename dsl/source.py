@@ -65,12 +65,19 @@ def locate(fn: Callable[..., Any]) -> Source:
     inner = unwrap(fn)
     code = getattr(inner, "__code__", None)
     return Source(
-        file=code.co_filename if code else inspect.getsourcefile(type(inner)) or "<unknown>",
+        file=code.co_filename if code else _file_of_class(type(inner)),
         line=code.co_firstlineno if code else 0,
         module=getattr(inner, "__module__", "") or "",
         qualname=getattr(inner, "__qualname__", type(inner).__qualname__),
         digest=digest(fn),
     )
+
+
+def _file_of_class(cls: type) -> str:
+    try:
+        return inspect.getsourcefile(cls) or "<unknown>"
+    except TypeError:  # written in C
+        return "<unknown>"
 
 
 def digest(fn: Any) -> str:
@@ -234,7 +241,10 @@ class _Walk:
 
             data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         else:
-            data = np.ascontiguousarray(np.asarray(value)).reshape(-1).view(np.uint8)
+            items = np.asarray(value)
+            if items.dtype.hasobject:  # an abstract value: it has a shape, and no bytes
+                return False
+            data = np.ascontiguousarray(items).reshape(-1).view(np.uint8)
         self.write("array", tuple(value.shape), value.dtype, data.tobytes())
         return True
 

@@ -33,6 +33,7 @@ class Block:
         tiled: For each dimension whether the index map counts in blocks.
         index_map: Jaxpr of the index map.
         reads_scalars: Whether the index map reads prefetched scalars.
+        where: ``file:line`` of the index map, empty if unknown.
     """
 
     role: str
@@ -44,6 +45,7 @@ class Block:
     tiled: tuple[bool, ...]
     index_map: Any
     reads_scalars: bool
+    where: str = ""
 
     @property
     def leftovers(self) -> dict[int, int]:
@@ -203,7 +205,15 @@ def _block(block: Any, role: str, position: int, argument: int | None, grid: Any
         tiled=tuple(kind not in ("Element", "BoundedSlice") for kind in kinds),
         index_map=index_map,
         reads_scalars=bool(scalars & used),
+        where=_place(body),
     )
+
+
+def _place(jaxpr: Any) -> str:
+    """``file:line`` of the function that a jaxpr was traced from."""
+    info = getattr(jaxpr, "debug_info", None)
+    file, line = getattr(info, "func_filename", None), getattr(info, "func_lineno", None)
+    return f"{file}:{line}" if file and line else ""
 
 
 def block_indices(block: Block, grid: tuple[int, ...]) -> np.ndarray:

@@ -6,49 +6,103 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tpu_kernels.compiler.pallas_grid import Block, GridCall, block_indices, point_name
+from tpu_kernels.compiler import locations
+from tpu_kernels.compiler.pallas_grid import (
+    Block,
+    GridCall,
+    Names,
+    block_indices,
+    block_name,
+    point_name,
+)
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import failed
 
 NAME = "grid"
+_OUTSIDE_HINT = (
+    "an index map counts in blocks, not in elements: let it end with the array (pl.cdiv for the "
+    "grid, jnp.minimum in the map)"
+)
 
 
-def run(calls: Sequence[GridCall], where: str | None) -> CheckRow:
-    """Check the index maps of all outputs over the grid.
+def run(calls: Sequence[GridCall], where: str | None, names: Names | None = None) -> CheckRow:
+    """Check the index maps over the grid.
 
     Args:
         calls: The Pallas calls of the program.
         where: Place of the kernel, for calls without one.
+        names: The author's names of the program's arguments.
 
     Returns:
-        A row that fails where an output block is left and visited again (a TPU does not read it
-        back), or where steps of an axis declared parallel write the same block.
+        A row that fails where a block lies wholly outside its array, where an output block is left
+        and visited again (a TPU does not read it back), or where steps of an axis declared parallel
+        write the same block.
     """
     if not calls:
         return CheckRow(NAME, "skipped", "the program calls no Pallas kernel")
     points, notes = 0, []
     for call in calls:
         sample = call.sample()
+        if min(sample, default=1) < 0:
+            return failed(NAME, f"the grid {call.grid} has a negative size", call.where or where)
         points += int(np.prod(sample))
+        if 0 in sample:
+            notes.append(f"the grid {call.grid} is empty: nothing runs, outputs are not written")
+            continue
         if sample != tuple(size or 1 for size in call.grid):
             notes.append(f"grid {call.grid} sampled as {sample}")
         if None in call.grid:
             notes.append(f"dynamic grid bounds of {call.name!r} taken as 1")
-        for block in call.outputs:
+        for block in call.blocks:
             if not block.windowed:
                 continue
             if block.reads_scalars:
                 notes.append(
-                    f"output {block.position} is placed by prefetched scalars: not checked"
+                    f"{block.role} {block.position} is placed by prefetched scalars: not checked"
                 )
                 continue
             indices = block_indices(block, sample)
+            outside = _outside(block, indices, sample, names or {})
+            if outside is not None:
+                place = block.where if _is_authors(block.where) else call.where
+                return failed(NAME, outside, place or where, _OUTSIDE_HINT)
+            if block.role == "input":
+                continue
             finding = _parallel(call, block, indices, sample) or _revisit(block, indices, sample)
             if finding is not None:
                 what, hint = finding
                 return failed(NAME, what, call.where or where, hint)
-    checked = f"{points} grid points: no output block is revisited, parallel axes are independent"
+    checked = (
+        f"{points} grid points: every block touches its array, no output block is revisited, "
+        "parallel axes are independent"
+    )
     return CheckRow(NAME, "ok", "; ".join([checked, *notes]))
+
+
+def _is_authors(place: str) -> bool:
+    return bool(place) and locations.is_authors(place.rpartition(":")[0])
+
+
+def _outside(
+    block: Block, indices: np.ndarray, grid: tuple[int, ...], names: Names
+) -> str | None:
+    """Words for the first block that has no element in common with its array."""
+    if 0 in block.array:
+        return None
+    unit = np.array([b if t else 1 for b, t in zip(block.block, block.tiled, strict=True)])
+    starts = indices * unit
+    beyond = (starts < 0) | (starts >= np.array(block.array))
+    steps = np.flatnonzero(beyond.any(axis=1))
+    if not len(steps):
+        return None
+    step = int(steps[0])
+    axis = int(np.flatnonzero(beyond[step])[0])
+    point = np.array(np.unravel_index(step, grid)) if grid else ()
+    return (
+        f"{block_name(block, names)}: block {point_name(indices[step])} at grid point "
+        f"{point_name(point)} lies outside the array: it starts at element {starts[step][axis]} of "
+        f"dimension {axis}, which has {block.array[axis]}"
+    )
 
 
 def _groups(indices: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +125,7 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
     from jax.experimental.pallas import tpu as pltpu
 
     printed = io.StringIO()
-    with _only_cpu(), contextlib.redirect_stdout(printed):
+    with _only_cpu(), contextlib.redirect_stdout(printed), _callback_failures() as failures:
         pltpu.reset_tpu_interpret_mode_state()
         try:
             device = _compat_jax.cpu_device()
@@ -135,9 +136,8 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
             raced = _compat_jax.interpreter_races()
             return Outcome(tuple(found), printed.getvalue(), raced)
         except Exception as error:
-            failure = _compat_jax.interpreter_failure()
-            place = locations.from_exception(failure) if failure is not None else None
-            place = place or locations.from_exception(error)
+            found_at = [locations.from_exception(failure) for failure in (*failures, error)]
+            place = next((place for place in found_at if place is not None), None)
             return Outcome(
                 printed=printed.getvalue(),
                 raced=_compat_jax.interpreter_races(),
@@ -145,6 +145,37 @@ def _run(fn: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Outcome:
                 error_type=type(error).__name__,
                 place=str(place) if place else None,
             )
+
+
+class _Failures(logging.Handler):
+    """Collects the exceptions that JAX logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self.found.append(error)
+
+
+@contextlib.contextmanager
+def _callback_failures() -> Iterator[list[BaseException]]:
+    """What the interpreter raises, as an object.
+
+    On its way through XLA an exception turns into text; JAX logs it before, with the place at which
+    the operation was traced.
+    """
+    logger = logging.getLogger("jax._src.callback")
+    handler, propagate = _Failures(), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield handler.found
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager
