@@ -421,6 +421,17 @@ def refresh_inductor_decompositions() -> None:
         module.fast_random_decomps.cache_clear()
 
 
+def operator_samples_database() -> list[Any]:
+    """Return torch's own list of operators with sample inputs (`OpInfo`).
+
+    It is what torch tests itself with, and not public. The import takes seconds.
+    """
+    from torch.testing._internal import common_methods_invocations as database
+
+    names = [name for name in dir(database) if name == "op_db" or name.startswith("foreach_")]
+    return [info for name in names if name.endswith("_db") for info in getattr(database, name)]
+
+
 # ---------------------------------------------------------------------------------------------
 # DTensor (integrations/dtensor). Everything else there is public.
 

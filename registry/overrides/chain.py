@@ -6,10 +6,11 @@ later. The chain of a site is what a call walks through: by priority, then lates
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,3 +254,18 @@ def scoped_chain(slot: Slot) -> Chain:
 def without(chain: Chain, busy: frozenset[Override]) -> Chain:
     """The part of a chain that a call from inside an implementation may reach."""
     return tuple(link for link in chain if link.override not in busy)
+
+
+@contextlib.contextmanager
+def originals(*but: Override) -> Iterator[None]:
+    """Let the calling thread's calls reach torch's own operators, whatever is in force.
+
+    Args:
+        *but: Overrides that stay in force.
+    """
+    busy = BUSY.overrides
+    BUSY.overrides = busy | frozenset(active()).difference(but)
+    try:
+        yield
+    finally:
+        BUSY.overrides = busy

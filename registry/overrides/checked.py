@@ -88,6 +88,23 @@ def _original(slot: Slot, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _compare(link: Link, slot: Slot, result: Any, original: Any) -> None:
+    problems = contract_problems(result, original)
+    if problems:
+        override = link.override
+        override.errors += 1
+        raise override.error(
+            "; ".join(problems),
+            hint="return what the original returns, or let a predicate (when=) decline this call",
+        )
+
+
+def contract_problems(result: Any, original: Any) -> list[str]:
+    """Tell where a result differs from the original's in shape, stride, dtype or device.
+
+    Example:
+        >>> contract_problems(torch.ones(2), torch.ones(2, dtype=torch.float64))
+        ['dtype torch.float32 instead of torch.float64']
+    """
     mine, theirs = _tensors(result), _tensors(original)
     problems: list[str] = []
     if len(mine) != len(theirs):
@@ -97,13 +114,7 @@ def _compare(link: Link, slot: Slot, result: Any, original: Any) -> None:
         for name, x, y in _contract(a, b):
             if x != y:
                 problems.append(f"{where}{name} {x} instead of {y}")
-    if problems:
-        override = link.override
-        override.errors += 1
-        raise override.error(
-            "; ".join(problems),
-            hint="return what the original returns, or let a predicate (when=) decline this call",
-        )
+    return problems
 
 
 def _contract(a: Any, b: Any) -> list[tuple[str, Any, Any]]:

@@ -72,6 +72,7 @@ class Override:
         last_error: The last error's text.
         where: ``file:line`` of the implementation, if it has one.
         serial: Larger for overrides made later.
+        listed: Whether reports tell of it; not of those that the package itself makes.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Override:
         on_error: OnError,
         backward: Backward,
         debug: bool,
+        listed: bool = True,
     ) -> None:
         self.op = op
         self.impl = impl
@@ -94,6 +96,7 @@ class Override:
         self.on_error = on_error
         self.backward = backward
         self.debug = debug
+        self.listed = listed
         self.hits = self.declines = self.errors = 0
         self.last_decline: str | None = None
         self.last_error: str | None = None
@@ -269,7 +272,7 @@ _known: weakref.WeakSet[Override] = weakref.WeakSet()
 _alive: set[Override] = set()  # in force somewhere: kept even if the user dropped the handle
 
 
-def known() -> list[Override]:
-    """Every override that has not been removed, in no particular order."""
+def listed() -> list[Override]:
+    """Every override of a user's that has not been removed, oldest first."""
     with LOCK:
-        return list(_known)
+        return sorted((o for o in _known if o.listed), key=lambda o: o.serial)

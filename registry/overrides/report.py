@@ -12,7 +12,7 @@ import torch
 
 import tpu_kernels
 from tpu_kernels.registry.overrides.chain import FLAGS, LOCK, current_scope, set_scope
-from tpu_kernels.registry.overrides.handle import Override, known
+from tpu_kernels.registry.overrides.handle import Override, listed
 from tpu_kernels.registry.overrides.targets import Site, qualified
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tpu_kernels.__file__).parent))
@@ -71,7 +71,7 @@ def overrides() -> list[OverrideRecord]:
         >>> record.op, record.impl, record.scope, record.hits, record.declines, record.last_decline
         ('aten::mm', 'aten::matmul', 'thread', 0, 1, 'not now')
     """
-    return [_record(o) for o in sorted(known(), key=lambda o: o.serial)]
+    return [_record(o) for o in listed()]
 
 
 def _record(override: Override) -> OverrideRecord:

@@ -331,3 +331,42 @@ def test_check_refuses_an_unknown_pass(capsys: pytest.CaptureFixture[str]) -> No
     code, _, err = run(capsys, "check", *SCALE, "f32[16,128]", "--passes", "speed")
     assert code == main.EXIT_USAGE
     assert "unknown pass 'speed'" in err
+
+
+# ---------------------------------------------------------------- overrides
+
+OVERRIDES_FILE = '''
+import torch
+import tpu_kernels as tk
+
+
+@tk.override("aten::mm", device="cpu", when=lambda a, b: len(a) > 1 or "only one row")
+def my_mm(a, b):
+    return (a.double() @ b.double()).to(a.dtype) * FACTOR
+
+
+with my_mm:
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    torch.ones(1, 2) @ torch.ones(2, 2)
+'''
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, main.EXIT_OK), (1.01, main.EXIT_NO)])
+def test_overrides_lists_and_checks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, factor: float, verdict: int
+) -> None:
+    from tpu_kernels.registry.overrides.handle import listed
+
+    file = tmp_path / f"overrides_{verdict}.py"
+    file.write_text(OVERRIDES_FILE.replace("FACTOR", str(factor)))
+    code, document = run_json(capsys, "overrides", "--import", str(file), "--check")
+    assert code == verdict
+    (row,) = (row for row in document["overrides"] if row["where"].startswith(str(file)))
+    assert (row["op"], row["hits"], row["declines"]) == ("aten::mm", 1, 1)
+    assert row["last_decline"] == "only one row"
+    (report,) = document["reports"]
+    assert report["ok"] is (verdict == main.EXIT_OK)
+    for handle in listed():
+        handle.remove()
+    code, out, _ = run(capsys, "overrides")
+    assert (code, "no overrides" in out) == (main.EXIT_OK, True)

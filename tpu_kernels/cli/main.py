@@ -38,6 +38,7 @@ COMMANDS = {
     "show": "one kernel: parameters, gradients, source; with arguments, the config it would use",
     "check": "check a kernel: reference, gradients, races, bounds, edges, TPU compiler",
     "compile": "compile a kernel for TPU generations; no TPU needed",
+    "overrides": "the overrides of your modules: how often used, why not; --check compares them",
     "tune": "try configurations of a kernel for a target, keep the best",
     "env": "versions, devices, what works here and what is missing",
 }

@@ -13,7 +13,9 @@ from tpu_kernels.compiler.pallas_grid import grid_calls
 from tpu_kernels.config import settings
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry.kernel import Kernel
+from tpu_kernels.registry.overrides import Override
 from tpu_kernels.verify.compiling import traceable
+from tpu_kernels.verify.override_check import check_override
 from tpu_kernels.verify.passes import compiled, grid, running, vmem
 from tpu_kernels.verify.report import CheckReport, CheckReports, CheckRow
 from tpu_kernels.verify.subject import Subject, failed_with, guarded
@@ -21,6 +23,16 @@ from tpu_kernels.verify.subject import Subject, failed_with, guarded
 DEFAULT_PASSES = ("op", "numerics", "grad", "races", "bounds", "nan", "grid")
 STATIC_PASSES = ("grid",)
 PASSES = (*DEFAULT_PASSES, "edges", "determinism", "compile")
+
+
+@overload
+def check(
+    kernel: Override,
+    args: Sequence[Any] | None = ...,
+    *,
+    passes: Sequence[str] | None = ...,
+    samples: Sequence[Any] | None = ...,
+) -> CheckReport: ...
 
 
 @overload
@@ -52,17 +64,21 @@ def check(
 
 
 def check(
-    kernel: Callable[..., Any],
-    args: Sequence[Any],
+    kernel: Callable[..., Any] | Override,
+    args: Sequence[Any] | None = None,
     *,
     config: Mapping[str, Any] | None = None,
     target: str | Target | Sequence[str | Target] | None = None,
     passes: Sequence[str] | None = None,
     timeout_s: float = 300.0,
     cache: bool = True,
+    samples: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> CheckReport | CheckReports:
-    """Check a kernel, or a JAX function, with one set of arguments; no TPU is needed.
+    """Check a kernel, a JAX function or an override; no TPU is needed.
+
+    A kernel or function is checked with one set of arguments. An override is compared with the
+    operator that it replaces, on torch's own samples of that operator or on the caller's.
 
     The passes:
 
@@ -77,15 +93,24 @@ def check(
     - ``"compile"``: the TPU compiler, and before it a quick comparison of VMEM; always on where a
       target is given.
 
+    The passes of an override:
+
+    - ``"contract"``: shape, stride, dtype and device of the results; arguments stay as they were.
+    - ``"numerics"``: results against the original's in float64.
+    - ``"grad"``: gradients against the original's in float64.
+
     Args:
-        kernel: A registered kernel, or any JAX function.
-        args: Its arguments, torch tensors or arrays; some passes run the kernel on them.
+        kernel: A registered kernel, any JAX function, or an `Override`.
+        args: Its arguments, torch tensors or arrays; some passes run the kernel on them. For an
+            override, those of one call of the operator; None for torch's samples.
         config: Tunable or static parameters; by default the kernel's own choice.
         target: A chip (``"v6e"``), or a sequence of them; None asks no compiler.
         passes: What to run. By default the first seven passes above where no target is given;
             with a target the passes that need no run (``"grid"``) and the compiler.
         timeout_s: Seconds that a run in another process, or one compilation, may take.
         cache: Whether to use the compiler's earlier results.
+        samples: Only for an override: several calls of the operator, each a tuple of arguments or
+            a pair of those and a dictionary of keyword arguments.
         **kwargs: Keyword arguments of the kernel.
 
     Returns:
@@ -103,6 +128,16 @@ def check(
         >>> check(double, (torch.ones(8, 128),), passes=("grid",)).row("grid").status
         'skipped'
     """
+    if isinstance(kernel, Override):
+        if target is not None or config is not None:
+            raise ArgumentError(
+                "target= and config= are of kernels, not of overrides",
+                hint="check the kernel itself for a target: check(kernel, args, target=...)",
+            )
+        calls = samples if args is None else [*(samples or ()), (tuple(args), kwargs)]
+        return check_override(kernel, calls, passes)
+    if args is None or samples is not None:
+        raise ArgumentError("a kernel or function is checked with args=(...), not with samples=")
     targets = _targets(target)
     wanted = _wanted(passes, bool(targets))
     default = targets[0] if targets else resolve(settings().sim_chip)
@@ -167,7 +202,7 @@ def _grid(subject: Subject, target: Target, jaxpr: Any = None) -> CheckRow:
         calls = grid_calls(subject.trace(target) if jaxpr is None else jaxpr)
     except Exception as error:  # whatever the author's code raises is a finding
         return failed_with(grid.NAME, "tracing the kernel", error, subject.where)
-    row = guarded(grid.NAME, lambda: grid.run(calls, subject.where))
+    row = guarded(grid.NAME, lambda: grid.run(calls, subject.where, subject.names))
     return dataclasses.replace(row, seconds=time.perf_counter() - started)
 
 
