@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import platform
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from tpu_kernels.backends import device
 from tpu_kernels.backends.device import allocator, capsule, hooks, native, probe, selftest
 from tpu_kernels.backends.device import installation as installing
+from tpu_kernels.backends.torch_tpu import detection
 from tpu_kernels.config import settings
 from tpu_kernels.errors import DeviceError
 
@@ -58,14 +62,58 @@ def test_a_hook_that_comes_late_is_called_at_once() -> None:
 
 
 def test_the_real_torch_tpu_keeps_its_device(fresh: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    fresh.setattr(
-        importlib.util, "find_spec", lambda name: found("math" if "tpu" in name else name)
-    )
-    with pytest.raises(DeviceError, match="real TorchTPU"):
+    fresh.setattr(detection, "owns_device", lambda: True)
+    with pytest.raises(DeviceError, match="real TorchTPU.* owns the device 'tpu'"):
         device.install()
     assert not device.auto_install()
     assert "real TorchTPU" in str(device.why_not())
+
+
+def test_torch_tpu_without_a_tpu_says_how_to_go_on(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
+    with pytest.raises(DeviceError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0.*run --torch-tpu"):
+        device.install()
+
+
+def test_the_device_is_left_to_torch_tpu_on_a_machine_with_a_tpu(
+    fresh: pytest.MonkeyPatch,
+) -> None:
+    fresh.setattr(detection, "is_installed", lambda: True)
+    fresh.setattr(detection, "machine_has_tpu", lambda: True)
+    with pytest.raises(DeviceError, match="this machine has a TPU"):
+        device.install()
+
+
+def test_torch_tpu_that_is_only_installed_is_no_obstacle(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(detection, "is_installed", lambda: True)
+    fresh.setattr(detection, "machine_has_tpu", lambda: False)
+    device.install()
+    assert device.is_installed()
+
+
+def test_a_tpu_is_found_on_the_bus(tmp_path: Path) -> None:
+    assert not detection.machine_has_tpu(tmp_path)
+    for vendor, chip, found in (
+        ("0x10de", "0x006f", False),
+        ("0x1ae0", "0x0042", False),  # another device of the vendor: a network card
+        ("0x1ae0", "0x006f", True),
+    ):
+        folder = tmp_path / f"{vendor}-{chip}"
+        folder.mkdir()
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{chip}\n")
+        assert detection.machine_has_tpu(tmp_path) is found
+
+
+def test_importing_torch_tpu_beside_the_simulation_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch_tpu", raising=False)
+    (tmp_path / "torch_tpu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("torch_tpu") is not None  # asking whether it is there is fine
+    with pytest.raises(ImportError, match="simulated device of tpu_kernels"):
+        importlib.import_module("torch_tpu")
 
 
 def test_another_backend_keeps_the_device(fresh: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.packaging.sources import ROOT, module_name, package_files
 # From the bottom to the top; a module may import its own layer and those before it.
 LAYERS = (
     ("tpu_kernels.errors", "tpu_kernels.config"),
-    ("tpu_kernels._compat_torch", "tpu_kernels._compat_jax"),
+    ("tpu_kernels._compat_torch", "tpu_kernels._compat_jax", "tpu_kernels._compat_torch_tpu"),
     ("tpu_kernels.dsl",),
     ("tpu_kernels.compiler",),
     ("tpu_kernels.registry",),
@@ -27,7 +27,7 @@ LAYERS = (
 FACE = ("tpu_kernels", "tpu_kernels.device", "tpu_kernels.__main__")
 LINES = 450  # "about 400"
 # Catalogues of small independent functions; splitting one would only scatter the private uses.
-CATALOGUES = ("_compat_torch.py", "_compat_jax.py")
+CATALOGUES = ("_compat_torch.py", "_compat_jax.py", "_compat_torch_tpu.py")
 FILES = [path for path in package_files() if path.suffix == ".py"]
 
 
@@ -72,6 +72,12 @@ def test_private_modules_of_jax_are_imported_in_one_place(path: Path) -> None:
         name for _, name in imported_modules(path) if name.startswith(("jax._src", "jaxlib."))
     ]
     assert private == [] or path.name == "_compat_jax.py"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_modules_of_torch_tpu_are_named_in_one_place(path: Path) -> None:
+    text = (ROOT / path).read_text()
+    assert "torch_tpu._" not in text or path.name == "_compat_torch_tpu.py"
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,14 @@ def ready() -> None:
             return
         from tpu_kernels.backends import cpu, device
         from tpu_kernels.backends.device import backend as device_backend
+        from tpu_kernels.backends.torch_tpu import detection
 
         cpu.register()
-        device.when_installed(device_backend.register)
-        device.auto_install()
+        if detection.owns_device():
+            from tpu_kernels.backends.torch_tpu import backend as torch_tpu_backend
+
+            torch_tpu_backend.register()
+        else:
+            device.when_installed(device_backend.register)
+            device.auto_install()
         _ready = True

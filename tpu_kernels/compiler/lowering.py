@@ -9,6 +9,7 @@ later.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -112,14 +113,7 @@ def lower(
     """
     started = time.perf_counter()
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    chip = target.chip
-    device = jax.sharding.AbstractDevice(
-        device_kind=chip.device_kind, num_cores=chip.cores_per_device, platform="tpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    # Lowering asks for a default device, and without one JAX would start every backend that it
-    # finds.
-    with jax.default_device(_compat_jax.cpu_device()), jax.sharding.use_abstract_mesh(mesh):
+    with target_scope(target):
         traced = jax.jit(fn).trace(*shapes)
         lowered = traced.lower(lowering_platforms=("tpu",))
         scalars = tuple(evaluate(traced.jaxpr, concrete or {}))
@@ -135,6 +129,20 @@ def lower(
         seconds=time.perf_counter() - started,
         scalars=scalars,
     )
+
+
+@contextlib.contextmanager
+def target_scope(target: Target) -> Iterator[None]:
+    """A scope in which a kernel that is traced and asks for its TPU sees the target's figures."""
+    chip = target.chip
+    device = jax.sharding.AbstractDevice(
+        device_kind=chip.device_kind, num_cores=chip.cores_per_device, platform="tpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    # Lowering asks for a default device, and without one JAX would start every backend that it
+    # finds.
+    with jax.default_device(_compat_jax.cpu_device()), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def _digest(text: str) -> str:

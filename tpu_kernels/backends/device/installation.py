@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import threading
 import warnings
 from collections.abc import Callable
 
 from tpu_kernels._compat_torch import claim_privateuse1, privateuse1_name
 from tpu_kernels.backends.device import selftest
+from tpu_kernels.backends.torch_tpu import detection
 from tpu_kernels.config import SIM_DEVICE, settings
 from tpu_kernels.errors import DeviceError, KernelError
 
@@ -94,6 +94,7 @@ def install() -> None:
             _failure = f"an earlier attempt failed: {str(error) or type(error).__name__}"
             raise
         _installed = True
+        detection.refuse_later_import()
         # Loaded by name: it lies above this module, and only its registration is wanted.
         importlib.import_module("tpu_kernels.backends.compile_backend")
         for hook in list(on_install):
@@ -134,8 +135,8 @@ def auto_install() -> bool:
 
 
 def _obstacle() -> str | None:
-    if importlib.util.find_spec("torch_tpu") is not None:
-        return "the real TorchTPU (package torch_tpu) is installed here and owns the device 'tpu'"
+    if (reason := detection.keeps_simulation_out()) is not None:
+        return reason
     owner = privateuse1_name()
     if owner != UNCLAIMED:
         return f"another backend owns torch's PrivateUse1 device, under the name {owner!r}"
