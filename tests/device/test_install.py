@@ -63,7 +63,7 @@ def test_a_hook_that_comes_late_is_called_at_once() -> None:
 
 def test_the_real_torch_tpu_keeps_its_device(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(detection, "owns_device", lambda: True)
-    with pytest.raises(DeviceError, match="real TorchTPU.* owns the device 'tpu'"):
+    with pytest.raises(DeviceError, match=r"real TorchTPU.* owns the device 'tpu'"):
         device.install()
     assert not device.auto_install()
     assert "real TorchTPU" in str(device.why_not())
@@ -71,7 +71,7 @@ def test_the_real_torch_tpu_keeps_its_device(fresh: pytest.MonkeyPatch) -> None:
 
 def test_torch_tpu_without_a_tpu_says_how_to_go_on(fresh: pytest.MonkeyPatch) -> None:
     fresh.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
-    with pytest.raises(DeviceError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0.*run --torch-tpu"):
+    with pytest.raises(DeviceError, match=r"(?s)TORCH_DEVICE_BACKEND_AUTOLOAD=0.*run --torch-tpu"):
         device.install()
 
 
