@@ -14,10 +14,12 @@ from tpu_kernels.config import settings
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.overrides import Override
+from tpu_kernels.verify.calls import GivenCall
 from tpu_kernels.verify.compiling import traceable
 from tpu_kernels.verify.override_check import check_override
 from tpu_kernels.verify.passes import compiled, grid, running, vmem
 from tpu_kernels.verify.report import CheckReport, CheckReports, CheckRow
+from tpu_kernels.verify.shrink import with_smallest
 from tpu_kernels.verify.subject import Subject, failed_with, guarded
 
 DEFAULT_PASSES = ("op", "numerics", "grad", "races", "bounds", "nan", "grid")
@@ -45,6 +47,7 @@ def check(
     passes: Sequence[str] | None = ...,
     timeout_s: float = ...,
     cache: bool = ...,
+    shrink_s: float = ...,
     **kwargs: Any,
 ) -> CheckReport: ...
 
@@ -59,6 +62,7 @@ def check(
     passes: Sequence[str] | None = ...,
     timeout_s: float = ...,
     cache: bool = ...,
+    shrink_s: float = ...,
     **kwargs: Any,
 ) -> CheckReports: ...
 
@@ -72,6 +76,7 @@ def check(
     passes: Sequence[str] | None = None,
     timeout_s: float = 300.0,
     cache: bool = True,
+    shrink_s: float = 0.0,
     samples: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> CheckReport | CheckReports:
@@ -109,6 +114,8 @@ def check(
             with a target the passes that need no run (``"grid"``) and the compiler.
         timeout_s: Seconds that a run in another process, or one compilation, may take.
         cache: Whether to use the compiler's earlier results.
+        shrink_s: Seconds to spend, where a pass that runs the kernel fails, on looking for the
+            smallest call that fails in the same way; 0 for none.
         samples: Only for an override: several calls of the operator, each a tuple of arguments or
             a pair of those and a dictionary of keyword arguments.
         **kwargs: Keyword arguments of the kernel.
@@ -141,8 +148,15 @@ def check(
     targets = _targets(target)
     wanted = _wanted(passes, bool(targets))
     default = targets[0] if targets else resolve(settings().sim_chip)
-    subject = _subject(kernel, tuple(args), config, kwargs, default, timeout_s)
+    given = GivenCall(tuple(args), kwargs, config)
+
+    def subject_of(call: GivenCall) -> Subject:
+        return _subject(kernel, call.args, call.config, call.kwargs, default, timeout_s)
+
+    subject = subject_of(given)
     shared = list(running.run([name for name in wanted if name in running.PASSES], subject))
+    if shrink_s > 0 and subject.valueless is None:
+        shared = with_smallest(shared, kernel, given, subject_of, shrink_s)
     if passes is None and targets:
         left = ", ".join(name for name in DEFAULT_PASSES if name not in STATIC_PASSES)
         shared.append(CheckRow("others", "skipped", f"name them in passes= to run them: {left}"))

@@ -24,6 +24,8 @@ class CheckRow:
         where: ``file:line`` in the author's source.
         source_line: The text of that line.
         hint: What to do about it.
+        smallest: The smallest call found that fails in the same way, as Python; None where it was
+            not looked for.
         seconds: Time that the pass took.
     """
 
@@ -34,6 +36,7 @@ class CheckRow:
     source_line: str | None = None
     hint: str | None = None
     seconds: float = dataclasses.field(default=0.0, compare=False)
+    smallest: str | None = None
 
     @property
     def text(self) -> str:
@@ -46,6 +49,9 @@ class CheckRow:
             lines.append(f"  {self.source_line}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
+        if self.smallest:
+            lines.append("smallest failing call found:")
+            lines.extend(f"  {line}" for line in self.smallest.splitlines())
         return "\n".join([lines[0], *(f"    {line}" for line in lines[1:])])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tpu_kernels.compiler.pallas_grid import Block, block_name, point_name
+from tpu_kernels.compiler.pallas_grid import Block, block_indices, block_name, point_name
 from tpu_kernels.verify.passes.isolated import Lost, Outcome, plain_runs, run_isolated
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed, one_of
@@ -19,10 +19,15 @@ def run(subject: Subject) -> CheckRow:
     """Run the kernel with different values beyond the edges of its inputs, and compare."""
     if not subject.calls:
         return CheckRow(NAME, "skipped", "the program calls no Pallas kernel")
-    ragged = [(call, block) for call in subject.calls for block in call.inputs if block.leftovers]
+    ragged = [
+        (call, block)
+        for call in subject.calls
+        for block in call.inputs
+        if block.leftovers and overhangs(block, call.sample())
+    ]
     if not ragged:
         return CheckRow(NAME, "ok", "every block of an input lies inside its array")
-    told = [_described(subject, block) for _, block in ragged]
+    told = [_described(subject, block, overhangs(block, call.sample())) for call, block in ragged]
     arguments = (subject.interpreted(True), subject.arrays, _PATTERNS)
     found = run_isolated(plain_runs, arguments, subject.timeout_s)
     if isinstance(found, Lost):
@@ -63,12 +68,28 @@ def differing(outcomes: Sequence[Outcome]) -> tuple[int, str] | None:
     return None
 
 
-def _described(subject: Subject, block: Block) -> str:
-    name = block_name(block, subject.names)
+def overhangs(block: Block, grid: tuple[int, ...]) -> list[int]:
+    """Dimensions in which a block that the grid visits reaches beyond its array.
+
+    Args:
+        block: The block.
+        grid: Grid sizes.
+
+    Returns:
+        The dimensions; where prefetched scalars place the block, all that have a partly filled one.
+    """
+    if block.reads_scalars or 0 in grid:
+        return [] if 0 in grid else list(block.leftovers)
+    ends = (block_indices(block, grid).max(axis=0) + 1) * np.array(block.block)
+    return [axis for axis in block.leftovers if ends[axis] > block.array[axis]]
+
+
+def _described(subject: Subject, block: Block, axes: Sequence[int]) -> str:
     parts = []
-    for axis, left in block.leftovers.items():
+    for axis in axes:
+        left = block.leftovers[axis]
         parts.append(
             f"dimension {axis} of {block.array[axis]} in blocks of {block.block[axis]}: "
             f"{left} left over, {block.block[axis] - left} outside"
         )
-    return f"{name}, " + ", ".join(parts)
+    return f"{block_name(block, subject.names)}, " + ", ".join(parts)
