@@ -41,6 +41,7 @@ class Options:
     bucket: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     precision: str | None = None
+    cache_dir: Any = None
 
 
 def qualified_name(name: str | None, fn: Callable[..., Any], where: str) -> str:

@@ -202,6 +202,7 @@ class KernelSpec:
     constraints: Any = None
     bucket: Callable[..., Any] | None = None
     precision: str | None = None
+    cache_dir: Any = None
     doc: str | None = None
 
     @property

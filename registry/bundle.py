@@ -202,7 +202,8 @@ def _dumps(kernel: Kernel) -> tuple[bytes, list[Kernel]]:
             return super().reducer_override(obj)
 
     stream = io.BytesIO()
-    content = {"class": type(kernel), "spec": kernel.spec, "customised": kernel.customised}
+    spec = dataclasses.replace(kernel.spec, cache_dir=None)  # a folder of this machine
+    content = {"class": type(kernel), "spec": spec, "customised": kernel.customised}
     with _by_value(kernel.spec.source.module):
         try:
             Pickler(stream).dump(content)

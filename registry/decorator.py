@@ -87,7 +87,8 @@ def tpu_kernel(
         reference: A torch function that computes the same; used for checks and for empty inputs.
         precision: Default precision of the kernel's matrix products, as
             `jax.default_matmul_precision` takes it ("default", "high", "highest").
-        cache_dir: Reserved for compiled programs on disk; programs are compiled once per process.
+        cache_dir: Folder of the kernel's compiled CPU programs; that of the settings by default
+            (``TPU_KERNELS_CACHE_DIR``).
         replace: Take the name over from another definition.
 
     Returns:
@@ -124,6 +125,7 @@ def tpu_kernel(
         bucket=bucket,
         reference=reference,
         precision=precision,
+        cache_dir=cache_dir,
     )
     caller_locals = dict(sys._getframe(1).f_locals)
 

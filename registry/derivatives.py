@@ -224,3 +224,4 @@ def derived_operator(
 def _plain(p: Parameter) -> Parameter:
     """A parameter as derived operators take it: by position."""
     return dataclasses.replace(p, keyword_only=False)
+            cache_dir=base.definition.cache_dir,

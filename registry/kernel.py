@@ -68,6 +68,7 @@ class Kernel:
                 flops=spec.flops,
             ),
             self._counters,
+                cache_dir=spec.cache_dir,
         )
         self.op: torch._ops.OpOverload = self.operator.op
         self.autograd = Autograd(

@@ -64,6 +64,7 @@ class Definition:
         flops: Formula for torch's FLOP counter, on the kernel's own arguments.
         has_defaults: Whether the schema has the parameters' defaults; derived operators take every
             argument.
+        cache_dir: Folder of its compiled programs, None for that of the settings.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Definition:
     has_defaults: bool = True
     donated: tuple[str, ...] = ()
     flops: Callable[..., int] | None = None
+    cache_dir: Any = None
 
 
 class Operator:

@@ -10,211 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 # --- Devices
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
 # -------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +196,73 @@ def has_pallas_call(jaxpr: Any) -> bool:
 
 
 # --- Symbolic shapes
+class _Compiler:
+    """A client whose `compile_and_load` is another function; all else is the client's own."""
+
+    def __init__(self, client: Any, compile_and_load: Callable[..., Any]) -> None:
+        self._client = client
+        self.compile_and_load = functools.partial(compile_and_load, client)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def compile_with(jitted: Any, args: Sequence[Any], compile_and_load: Callable[..., Any]) -> bool:
+    """Compile a `jax.jit` function for these arguments, the compiler's own part by a function of
+    ours. A call with such arguments then finds the executable, on JAX's own fast call path.
+
+    Public are an executable of its own (`lower().compile()`, which takes longer to call) and a
+    cache for everything that the process compiles; both are configured for the process, which is
+    the user's.
+
+    Args:
+        jitted: What `jax.jit` returned.
+        args: Arguments, with arrays on the device that is compiled for.
+        compile_and_load: ``(client, module, executable_devices, compile_options)`` -> executable.
+
+    Returns:
+        Whether the function was given the chance: a program that calls back into Python is tied
+        to this process.
+    """
+    lowering = jitted.lower(*args)._lowering
+    parameters = getattr(lowering, "compile_args", None)
+    if not isinstance(parameters, dict) or "backend" not in parameters:
+        return False
+    if parameters.get("host_callbacks") or parameters.get("keepalive"):
+        return False
+    parameters["backend"] = _Compiler(parameters["backend"], compile_and_load)
+    lowering.compile()
+    return True
+
+
+def program_key(client: Any, module: Any, devices: Any, options: Any) -> str:
+    """Hash of all that decides the machine code of a module, as far as JAX can say: the module
+    without source locations, compiler version, options and flags, the device's topology.
+
+    JAX maintains this list for its own cache of programs, together with the compiler.
+    """
+    import numpy as np
+    from jax._src import cache_key
+
+    found = cache_key.get(module, np.asarray(list(devices)), options, client, "none")
+    return found.rpartition("-")[2]
+
+
+def save_executable(client: Any, executable: Any) -> bytes:
+    """The bytes of a compiled program; `jax.experimental.serialize_executable` would pickle it."""
+    return bytes(client.serialize_executable(executable))
+
+
+def load_executable(client: Any, data: bytes, devices: Any, options: Any) -> Any:
+    """The program of such bytes.
+
+    Raises:
+        Exception: They are not a program that this compiler made (`jax.errors.JaxRuntimeError`, or
+            what the binding raises).
+    """
+    return client.deserialize_executable(data, executable_devices=devices, compile_options=options)
+
+
 # -------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Eager, fake and compiled calls agree for all shapes, layouts, dtypes, devices and arguments.
 
-By default some hundred examples, always the same; ``TPU_KERNELS_EXAMPLES=2000`` draws that many.
+By default some hundred examples, always the same. ``make test-properties`` sets
+``TPU_KERNELS_EXAMPLES=2000`` and draws that many new ones, each eager, fake and compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ PROFILE = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-FEW = settings(PROFILE, max_examples=max(EXAMPLES // 20, 12))
+# Compiling costs half a second: few of those by default, as many as of the others on request.
+LONG = "TPU_KERNELS_EXAMPLES" in os.environ
+FEW = settings(PROFILE, max_examples=max(EXAMPLES // 4 if LONG else 0, 12))
+EACH_BACKEND = settings(PROFILE, max_examples=max(EXAMPLES // 2 if LONG else EXAMPLES // 8, 12))
 
 INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
@@ -245,14 +249,16 @@ def test_every_kind_of_argument_eager_and_fake(call: Any) -> None:
     assert all(torch.equal(a, bits(t)) for a, t in zip(before, arguments_of(call), strict=True))
 
 
-@settings(PROFILE, max_examples=max(EXAMPLES // 8, 12))
+@EACH_BACKEND
 @given(call=calls())
 @pytest.mark.parametrize("backend", ["aot_eager", "tpu"])
 def test_every_kind_of_argument_compiled(backend: str, call: Any) -> None:
     args, kwargs = call
     found = kinds(*args, **kwargs)
+    assert described(found) == described(faked(kinds, args, kwargs))
     again = compiled(lambda: kinds(*args, **kwargs), backend)()
     assert described(again) == described(found)
+    assert_same_bits(found, torch_kinds(*args, **kwargs), "eager")
     assert_same_bits(again, found, backend)
 
 

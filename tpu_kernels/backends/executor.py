@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from tpu_kernels.backends.bridge import Bridge, WrongDevice
+from tpu_kernels.backends.disk import compile_jitted
+from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
@@ -148,28 +150,35 @@ class Executor:
             x64=definition.int64 == "exact",
             target=settings().sim_chip,
         )
-        program = self._compile(operator, layout, metas, engine)
+        program, prepare = self._compile(operator, layout, metas, engine)
+        loaded = False
+
+        def first(*inputs: Any) -> Any:
+            nonlocal loaded
+            loaded = prepare(inputs)
+            return program(*inputs)
+
         try:
             with explained(definition.kernel, definition.where, "running"):
                 if odd:
-                    slow = self._declared(program, slots, narrow=narrow)
-                    result = slow(arguments)
+                    result = self._declared(first, slots, narrow=narrow)(arguments)
                 else:
-                    result = self._run(program, arguments)
+                    result = self._run(first, arguments)
         except TraceError:
             if definition.reference is None or not any(is_empty(m.shape) for m in metas):
                 raise
             return self._keep_slow(key, self._by_reference, arguments)
-        operator.counters.compilation()
+        operator.counters.disk_hit() if loaded else operator.counters.compilation()
         if odd:
-            self.slow_programs[key] = slow
+            self.slow_programs[key] = self._declared(program, slots, narrow=narrow)
         else:
             self.programs[key] = program
         return result
 
     def _compile(
         self, operator: Operator, layout: Layout, metas: Sequence[Meta], engine: Engine
-    ) -> Callable[..., Any]:
+    ) -> tuple[Callable[..., Any], Callable[[Sequence[Any]], bool]]:
+        """A program, and what compiles it for its arguments or loads it from disk (then True)."""
         import jax
 
         call = operator.call_of(layout, metas)
@@ -184,13 +193,22 @@ class Executor:
 
         jitted: Callable[..., Any] = jax.jit(function)
         if not engine.x64:
-            return jitted
+            return jitted, prepare
+
+        cache = cache_for(operator.definition.cache_dir)
+
+        def prepare(inputs: Sequence[Any]) -> bool:
+            return compile_jitted(cache, jitted, inputs, name=operator.definition.name)
 
         def wide(*args: Any) -> Any:
             with jax.enable_x64(True):
                 return jitted(*args)
 
-        return wide
+        def prepare_wide(inputs: Sequence[Any]) -> bool:
+            with jax.enable_x64(True):
+                return prepare(inputs)
+
+        return wide, prepare_wide
 
     def _keep_slow(self, key: Any, program: Callable[..., Any], arguments: list[Any]) -> Any:
         result = program(arguments)
