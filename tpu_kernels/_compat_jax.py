@@ -135,6 +135,35 @@ def evaluate_equation(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return result if primitive.multiple_results else [result]
 
 
+# --- TorchTPU (backends/torch_tpu)
+# --------------------------------------------------------------------------------------------------
+
+
+def export_for_tpu(function: Any, avals: Sequence[Any], *, x64: bool) -> Any:
+    """A `jax.export.Exported` of a function for TPUs, for a consumer of the same version.
+
+    By default an export keeps to what older consumers read, which leaves out the latest
+    optimisations of Mosaic; the switch has no public context manager. Unused arguments stay.
+    """
+    import jax
+    from jax import export
+    from jax._src import config
+
+    allowed = [export.DisabledSafetyCheck.custom_call("ALL")]
+    jitted = jax.jit(function, keep_unused=True)
+    with config.export_ignore_forward_compatibility(True), jax.enable_x64(x64):
+        return export.export(jitted, platforms=["tpu"], disabled_checks=allowed)(*avals)
+
+
+def module_text(text: str, *, locations: bool) -> str:
+    """MLIR text of a StableHLO module with or without source locations."""
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir import ir
+
+    with mlir.make_ir_context():
+        return str(ir.Module.parse(text).operation.get_asm(enable_debug_info=locations))
+
+
 # --- Call path
 # -------------------------------------------------------------------------------------------------
 
@@ -167,35 +196,6 @@ def capsule_functions() -> tuple[Any, Any]:
     return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
 
 
-@contextlib.contextmanager
-def pallas_interpret(mode: Any) -> Iterator[None]:
-    """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret``
-    says.
-
-def has_pallas_call(jaxpr: Any) -> bool:
-    """Whether a jaxpr contains a Pallas call, nested functions and loops included."""
-    return any(
-        eqn.primitive.name == "pallas_call" or any(map(has_pallas_call, inner_jaxprs(eqn)))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
-
-
-    The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the
-    plain (and some hundred times faster) interpreter that ``True`` stands for.
-
-    Args:
-        mode: True, or `pltpu.InterpretParams`.
-    """
-    from jax._src import config
-
-    previous = config.pallas_tpu_interpret_mode_context_manager.swap_local(mode)
-    try:
-        yield
-    finally:
-        config.pallas_tpu_interpret_mode_context_manager.set_local(previous)
-
-
-# --- Symbolic shapes
 class _Compiler:
     """A client whose `compile_and_load` is another function; all else is the client's own."""
 
@@ -263,6 +263,27 @@ def load_executable(client: Any, data: bytes, devices: Any, options: Any) -> Any
     return client.deserialize_executable(data, executable_devices=devices, compile_options=options)
 
 
+@contextlib.contextmanager
+def pallas_interpret(mode: Any) -> Iterator[None]:
+    """Interpret every `pallas_call` that is traced in this scope, whatever its own ``interpret``
+    says.
+
+    The public `pltpu.force_tpu_interpret_mode` takes the TPU interpreter's parameters only, not the
+    plain (and some hundred times faster) interpreter that ``True`` stands for.
+
+    Args:
+        mode: True, or `pltpu.InterpretParams`.
+    """
+    from jax._src import config
+
+    previous = config.pallas_tpu_interpret_mode_context_manager.swap_local(mode)
+    try:
+        yield
+    finally:
+        config.pallas_tpu_interpret_mode_context_manager.set_local(previous)
+
+
+# --- Symbolic shapes
 # -------------------------------------------------------------------------------------------
 
 
@@ -351,12 +372,82 @@ def pallas_calls(jaxpr: Any, calls: int = 1) -> Iterator[PallasCall]:
             yield from pallas_calls(inner, calls * trips)
 
 
+def has_pallas_call(jaxpr: Any) -> bool:
+    """Whether a jaxpr contains a Pallas call, nested functions and loops included."""
+    return any(
+        eqn.primitive.name == "pallas_call" or any(map(has_pallas_call, inner_jaxprs(eqn)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """The jaxprs among an equation's parameters: called functions, branches, loop bodies."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
                 yield item
+
+
+def replace_equations(jaxpr: Any, rule: Callable[[Any], Callable[..., Any] | None]) -> Any:
+    """Replace equations of a jaxpr, and of all jaxprs in it, by what functions trace to.
+
+    JAX has no public way to transform a program inside a `pallas_call`: its body works on
+    references, which no public function traces. Here only single equations on values are traced.
+
+    Args:
+        jaxpr: A jaxpr or closed jaxpr.
+        rule: Given an equation, returns a function of its inputs that returns its outputs as a
+            list, or None to leave the equation as it is.
+
+    Returns:
+        The new one, of the same kind.
+    """
+    if hasattr(jaxpr, "consts"):
+        return jaxpr.replace(jaxpr=replace_equations(jaxpr.jaxpr, rule))
+    equations: list[Any] = []
+    for eqn in jaxpr.eqns:
+        function = rule(eqn)
+        if function is None:
+            equations.append(_with_inner(eqn, rule))
+        else:
+            equations.extend(_traced_equations(eqn, function))
+    return jaxpr.replace(eqns=equations)
+
+
+def _with_inner(eqn: Any, rule: Callable[[Any], Any]) -> Any:
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([changed(item) for item in value]) if type(value) in (
+                tuple,
+                list,
+            ) else value
+        closed = hasattr(getattr(value, "jaxpr", None), "eqns")
+        return replace_equations(value, rule) if closed or hasattr(value, "eqns") else value
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    return eqn.replace(params=params)
+
+
+def _traced_equations(eqn: Any, function: Callable[..., Any]) -> Iterator[Any]:
+    """The equations of a function, from the inputs of one equation to its outputs."""
+    import jax
+    from jax.extend import core
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    inner = jax.make_jaxpr(function)(*avals).jaxpr
+    names = dict(zip(inner.invars, eqn.invars, strict=True))
+    names |= dict(zip(inner.outvars, eqn.outvars, strict=True))
+
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else names.get(atom, atom)
+
+    for item in inner.eqns:
+        yield item.replace(
+            invars=[named(v) for v in item.invars],
+            outvars=[named(v) for v in item.outvars],
+            source_info=eqn.source_info,
+            ctx=eqn.ctx,
+        )
 
 
 def equation_place(eqn: Any) -> str:
@@ -500,15 +591,3 @@ def interpreter_races() -> bool:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     return interpret_pallas_call.races is not None and interpret_pallas_call.races.races_found
-
-
-def interpreter_failure() -> BaseException | None:
-    """The exception that ended the TPU interpreter's last run.
-
-    On its way through XLA the exception turns into text; only the interpreter's own state still has
-    the object, with the place at which the operation was traced.
-    """
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    failure = getattr(interpret_pallas_call._shared_memory, "_failure", None)
-    return failure if isinstance(failure, BaseException) else None
