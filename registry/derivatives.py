@@ -216,6 +216,7 @@ def derived_operator(
             kernel=base.definition.kernel,
             int64=base.definition.int64,
             has_defaults=False,
+            cache_dir=base.definition.cache_dir,
         ),
         base.counters,
     )
@@ -224,4 +225,3 @@ def derived_operator(
 def _plain(p: Parameter) -> Parameter:
     """A parameter as derived operators take it: by position."""
     return dataclasses.replace(p, keyword_only=False)
-            cache_dir=base.definition.cache_dir,

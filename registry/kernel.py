@@ -66,9 +66,9 @@ class Kernel:
                 reference=answer,
                 donated=spec.donate_args,
                 flops=spec.flops,
+                cache_dir=spec.cache_dir,
             ),
             self._counters,
-                cache_dir=spec.cache_dir,
         )
         self.op: torch._ops.OpOverload = self.operator.op
         self.autograd = Autograd(
