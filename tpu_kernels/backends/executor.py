@@ -192,13 +192,13 @@ class Executor:
                 return inner(*args)[0]
 
         jitted: Callable[..., Any] = jax.jit(function)
-        if not engine.x64:
-            return jitted, prepare
-
         cache = cache_for(operator.definition.cache_dir)
 
         def prepare(inputs: Sequence[Any]) -> bool:
             return compile_jitted(cache, jitted, inputs, name=operator.definition.name)
+
+        if not engine.x64:
+            return jitted, prepare
 
         def wide(*args: Any) -> Any:
             with jax.enable_x64(True):
