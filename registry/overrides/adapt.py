@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
-from tpu_kernels.registry.overrides import composite
+from tpu_kernels.registry.overrides import composite, gateways
 from tpu_kernels.registry.overrides.chain import BUSY
 from tpu_kernels.registry.overrides.kernels import follow, kernel_of
-from tpu_kernels.registry.overrides.targets import Arity, Site
+from tpu_kernels.registry.overrides.targets import Arity, Site, qualified
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.overrides.handle import Override
@@ -90,6 +90,9 @@ def predicate_for_site(predicate: Function | None, site: Site) -> Function | Non
 
 def for_site(run: Function, override: Override, site: Site) -> Function:
     """The implementation as one site calls it."""
+    rule = gateways.result_rule(qualified(site.op), site.device)
+    if rule is not None:
+        run = _adjusted(run, rule)
     if site.differentiates:
         run = composite.differentiable(run, override)
     if site.variant == "inplace":
@@ -106,6 +109,10 @@ def for_site(run: Function, override: Override, site: Site) -> Function:
 
         return into_out
     return run
+
+
+def _adjusted(run: Function, rule: gateways.ResultRule) -> Function:
+    return lambda *args, **kwargs: rule.adjust(run(*args, **kwargs))
 
 
 def _split(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +26,7 @@ from tpu_kernels.registry.overrides.chain import (
     scoped_chain,
     without,
 )
-from tpu_kernels.registry.overrides.targets import Site, qualified, signature
+from tpu_kernels.registry.overrides.targets import Site, covered, qualified, signature
 
 # One kernel per site, written out for the operator's own number of arguments: packing them into
 # tuples and dictionaries costs more than all the rest. `{optional}` is there only where torch may
@@ -119,9 +121,15 @@ def write_kernel(slot: Slot) -> Callable[..., Any]:
         "without": without,
         "original": slot.original,
     }
-    exec(compile(source, file, "exec"), namespace)
+    exec(_compiled(source, file), namespace)
     kernel: Callable[..., Any] = namespace["kernel"]
     return kernel
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(source: str, file: str) -> types.CodeType:
+    # Python needs 2 ms for it, and a `with` block may be entered in a loop.
+    return compile(source, file, "exec")
 
 
 def acquire(sites: list[Site]) -> None:
@@ -165,6 +173,7 @@ def _prepare(device: str) -> None:
 
 def _install(slot: Slot) -> None:
     op, key = slot.site.op, slot.site.key
+    covered[qualified(op), key] = compat.has_kernel(op, key)
     library = torch.library.Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
         # torch warns at the first kernel per process that replaces another; here that is the
@@ -178,5 +187,6 @@ def _install(slot: Slot) -> None:
 def _uninstall(slot: Slot) -> None:
     if slot.library is not None:
         compat.destroy_library(slot.library)
+    covered.pop((qualified(slot.site.op), slot.site.key), None)
     compat.forget_dispatch(slot.site.op, slot.site.key)
     linecache.cache.pop(f"<override of {qualified(slot.site.op)} at {slot.site.key}>", None)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from torch._ops import OpOverload
 
 from tpu_kernels.errors import OverrideError
-from tpu_kernels.registry.overrides import adapt, dispatch, graph, names
+from tpu_kernels.registry.overrides import adapt, dispatch, gateways, graph, names
 from tpu_kernels.registry.overrides.chain import (
     FLAGS,
     LOCK,
@@ -124,6 +124,7 @@ class Override:
         self._entered = threading.local()
         self._uses = 0
         self._warned = False
+        self._companions = gateways.companions(self)
         with LOCK:
             _known.add(self)
 
@@ -137,12 +138,16 @@ class Override:
                 self._acquire()
                 self._enabled = True
                 add_process_activation((next_serial(), self))
+                for companion in self._companions:
+                    companion.enable()
         return self
 
     def disable(self) -> None:
         """Undo `enable`; nothing happens if the override is not enabled."""
         with LOCK:
             if self._enabled:
+                for companion in self._companions:
+                    companion.disable()
                 self._enabled = False
                 drop_process_activation(self)
                 self._release()
@@ -151,6 +156,8 @@ class Override:
         """End the override everywhere, also in open scopes; it cannot be enabled again."""
         with LOCK:
             self.disable()
+            for companion in self._companions:
+                companion.remove()
             self.removed = True
             _known.discard(self)
             refresh()
@@ -167,9 +174,13 @@ class Override:
         stack.append(
             set_scope(scope.replaced(activations=(*scope.activations, (next_serial(), self))))
         )
+        for companion in self._companions:
+            companion.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        for companion in reversed(self._companions):
+            companion.__exit__()
         set_scope(self._entered.stack.pop())
         with LOCK:
             FLAGS.scoped -= 1

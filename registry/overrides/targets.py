@@ -99,11 +99,23 @@ def is_composite(op: OpOverload, device: str) -> bool:
     A kernel in its place below autograd would cut the gradient.
     Such an operator is implemented by others (CompositeImplicitAutograd) on this device: `matmul`,
     `linear`, `scaled_dot_product_attention`. What has a kernel of its own there has a gradient
-    formula of its own too.
+    formula of torch's too, unless the backend brings the formula along as an autograd kernel: then
+    graphs still take the operator apart above autograd, where they would not meet an override.
     """
-    return compat.has_kernel(op, "CompositeImplicitAutograd") and not compat.has_kernel(
-        op, DEVICE_KEYS[device]
-    )
+    if not compat.has_kernel(op, "CompositeImplicitAutograd"):
+        return False
+    key = DEVICE_KEYS[device]
+    return not _has_own(op, key) or _has_own(op, f"Autograd{key}")
+
+
+covered: dict[tuple[str, str], bool] = {}
+"""The sites whose kernels are ours at the moment, and whether there was one of torch's before."""
+
+
+def _has_own(op: OpOverload, key: str) -> bool:
+    """Whether an operator has a kernel of torch's or of the backend's at a dispatch key."""
+    site = (qualified(op), key)
+    return covered[site] if site in covered else compat.has_kernel(op, key)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tpu_kernels import _compat_torch_tpu as compat
-from tpu_kernels.backends.torch_tpu import detection, programs
+from tpu_kernels.backends.torch_tpu import detection, programs, routes
 from tpu_kernels.backends.torch_tpu.executor import Executor
 from tpu_kernels.config import settings
 from tpu_kernels.errors import DeviceError
@@ -61,6 +61,7 @@ def register() -> None:
             "`tpu-kernels run --torch-tpu script.py`",
         )
     backend_table.add_backend(_BACKEND)
+    routes.register()
 
 
 _BACKEND = TorchTpu()
