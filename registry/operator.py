@@ -320,6 +320,10 @@ class Operator:
             with engine.scope():
                 return tuple(body(args[:tensors], args[tensors:]))
 
+        if engine.emulates:
+            from tpu_kernels.registry.numerics.jaxpr import emulated
+
+            program = emulated(program)
         program.__name__ = program.__qualname__ = self.opname
         return program
 

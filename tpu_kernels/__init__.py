@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.bundle import load, save_bundle
     from tpu_kernels.registry.decorator import tpu_kernel
     from tpu_kernels.registry.kernel import Kernel
+    from tpu_kernels.registry.numerics.scope import numerics
     from tpu_kernels.registry.overrides import (
         Decline,
         explain_overrides,
@@ -66,6 +67,7 @@ _WHERE = {
     "compile": "tpu_kernels.verify.compiling",
     "explain_overrides": "tpu_kernels.registry.overrides",
     "load": "tpu_kernels.registry.bundle",
+    "numerics": "tpu_kernels.registry.numerics.scope",
     "override": "tpu_kernels.registry.overrides",
     "override_debug": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
@@ -100,6 +102,7 @@ __all__ = [
     "compile",
     "explain_overrides",
     "load",
+    "numerics",
     "override",
     "override_debug",
     "overrides",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kernels import _compat_torch as compat
+from tpu_kernels.registry.engine import current_mode
 from tpu_kernels.registry.overrides.targets import Site, qualified
 
 if TYPE_CHECKING:
@@ -203,9 +204,9 @@ def active() -> list[Override]:
 def active_key() -> tuple[Any, ...]:
     """A value that differs between calls whenever the calling thread's overrides do.
 
-    Compiled graphs are guarded by it. The precision of float32 matmuls is part of it, since an
-    implementation may read it and Dynamo does not guard on it; with no override in force nothing
-    is.
+    Compiled graphs are guarded by it. The precision of float32 matmuls and the mode of `numerics`
+    are part of it, since implementations and predicates may read them and Dynamo does not guard on
+    them; with no override in force nothing is.
     """
     global _process_key
     scope = current_scope() if FLAGS.scoped else _NO_SCOPE
@@ -217,7 +218,9 @@ def active_key() -> tuple[Any, ...]:
         if _process_key is None:
             _process_key = tuple(o.identity for o in _ordered(process_activations()))
         key = _process_key
-    return (torch.get_float32_matmul_precision(), *key) if key else ()
+    if not key:
+        return ()
+    return (torch.get_float32_matmul_precision(), current_mode().numerics, *key)
 
 
 def _ordered(activations: Iterable[Activation]) -> list[Override]:

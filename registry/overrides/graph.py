@@ -20,6 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels import _compat_torch as compat
+from tpu_kernels.registry.engine import current_mode
 from tpu_kernels.registry.overrides import chain
 from tpu_kernels.registry.overrides.targets import is_mutable, qualified
 
@@ -171,7 +172,7 @@ def fingerprint() -> str:
     """A digest of the overrides in force in this thread: their code, not their identity."""
     from tpu_kernels.dsl.source import digest
 
-    hasher = hashlib.blake2b(digest_size=12)
+    hasher = hashlib.blake2b(current_mode().numerics.encode(), digest_size=12)
     for override in chain.active():
         parts = (qualified(override.op), override.device, override.priority, override.on_error)
         code = (digest(override.impl), digest(override.when))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from tpu_kernels.registry import naming
 from tpu_kernels.registry.autograd import JaxRule, NoRule
+from tpu_kernels.registry.engine import current_mode, mode_scope
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import split
+from tpu_kernels.registry.numerics.mxu import jax_precision
 
 
 def kernel_of(impl: Any) -> Kernel | None:
@@ -25,13 +28,36 @@ def follow(kernel: Kernel) -> Callable[..., Any]:
 
     Running a notebook cell again replaces a kernel; overrides should not stay with the old one,
     whose operator is gone.
+
+    In place of an operator of torch, a kernel that leaves the precision of float32 products open
+    follows `torch.get_float32_matmul_precision`, as that operator does: by its parameter
+    ``precision`` if it has one whose default is None, else where the device looks at it at all.
     """
     name, lookup = kernel.name, naming.lookup
+    asks = _takes_precision(kernel)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (lookup(name) or kernel).op(*args, **kwargs)
+        op = (lookup(name) or kernel).op
+        if asks and "precision" not in kwargs and _has_float32(args):
+            return op(*args, **kwargs, precision=jax_precision())
+        if current_mode().numerics == "tpu":
+            with mode_scope(precision=jax_precision()):
+                return op(*args, **kwargs)
+        return op(*args, **kwargs)
 
     return call
+
+
+def _takes_precision(kernel: Kernel) -> bool:
+    """Whether the operator has an optional text parameter ``precision`` for the caller to set."""
+    return any(
+        p.name == "precision" and p.keyword_only and p.default is None and "str" in p.schema_type
+        for p in kernel.spec.op_parameters
+    )
+
+
+def _has_float32(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
 
 
 def has_backward(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

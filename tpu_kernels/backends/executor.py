@@ -82,7 +82,7 @@ class Executor:
             "_too_wide": self.too_wide,
         }
         names = [p.name for p in definition.parameters]
-        keys = ["_mode()"] + [k for p in definition.parameters for k in _key_parts(p)]
+        keys = ["_mode()"] + [k for p in definition.parameters for k in key_parts(p)]
         tensors = [p for p in definition.parameters if p.kind.is_tensor]
         plain = [p.name for p in tensors if p.kind is Kind.TENSOR]
         arrays = [_array_expression(p) for p in tensors]
@@ -145,10 +145,13 @@ class Executor:
         odd = narrow or any(is_empty(m.shape) for slot in slots for m in _metas(slot))
         if narrow:
             metas = [Meta(m.shape, dtypes.NARROW.get(m.dtype, m.dtype)) for m in metas]
+        mode = current_mode()
         engine = Engine(
-            interpret=current_mode().interpret,
+            interpret=mode.interpret,
             x64=definition.int64 == "exact",
             target=settings().sim_chip,
+            numerics=mode.numerics,
+            precision=mode.precision,
         )
         program, prepare = self._compile(operator, layout, metas, engine)
         loaded = False
@@ -370,7 +373,12 @@ def _write_back(old: Any, new: Any) -> None:
 
 # ---------------------------------------------------------------------- source text of the fast
 # path
-def _key_parts(p: Parameter) -> list[str]:
+def key_parts(p: Parameter) -> list[str]:
+    """Source texts of a parameter's part of a program's key.
+
+    They use the names ``_shape_<name>`` and ``_dtype_<name>`` of plain tensors, ``_tuple`` and
+    ``_freeze``.
+    """
     name = p.name
     if p.kind is Kind.TENSOR:
         return [f"_shape_{name}", f"_dtype_{name}"]
