@@ -33,12 +33,14 @@ class Gateway:
         whole: Its qualified name.
         parts: Names of the operators in which `express` computes it.
         express: Function of the whole's arguments.
+        when: Predicate on them, or None for all calls.
         device: Device whose backend runs it in one piece.
     """
 
     whole: str
     parts: frozenset[str]
     express: Callable[..., Any]
+    when: Callable[..., Any] | None = None
     device: str = "tpu"
 
 
@@ -87,7 +89,7 @@ def companions(override: Override) -> tuple[Override, ...]:
         Override(
             resolve(gateway.whole),
             gateway.express,
-            when=None,
+            when=gateway.when,
             device=gateway.device,
             priority=LAST,
             on_error="raise",
