@@ -87,7 +87,7 @@ def _judge(report: CompileReport, text: str) -> Verdict:
     if entry == "unknown":
         # An exception of Python or JAX in its own words; the compiler's own must be in the
         # catalogue.
-        python = "INTERNAL:" not in message and "Mosaic" not in message
+        python = "INTERNAL:" not in message and "Mosaic failed" not in message
         entry = "python" if python else "unknown"
         return Verdict(report.status, entry, python and placed, text)
     return Verdict(report.status, entry, bool(report.error) and placed, text)

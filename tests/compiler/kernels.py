@@ -260,3 +260,106 @@ def selected_rows(indices, x):
         ),
         out_shape=jax.ShapeDtypeStruct((indices.shape[0] * 8, 128), x.dtype),
     )(indices, x)
+
+
+def grid_of(x, grid, semantics=None):
+    """One block for every step of whatever grid is given."""
+
+    def body(a, o):
+        o[...] = a[...] + 1
+
+    spec = pl.BlockSpec((8, 128), lambda *_: (0, 0))
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+    )(x)
+
+
+def mapped(x, index_map, block=(8, 128)):
+    def body(a, o):
+        o[...] = a[...] + 1
+
+    return pl.pallas_call(
+        body,
+        grid=(1,),
+        in_specs=[pl.BlockSpec(block, index_map)],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((8, 128), x.dtype),
+    )(x)
+
+
+def one_result(x):
+    return mapped(x, lambda i: (i,))  # one_result
+
+
+def float_result(x):
+    return mapped(x, lambda i: (i * 0.5, 0))  # float_result
+
+
+def in_space(x, space):
+    def body(a, o):
+        o[...] = a[...] + 1  # in_space
+
+    return pl.pallas_call(
+        body,
+        in_specs=[pl.BlockSpec(memory_space=space)],
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )(x)
+
+
+def program_id(x):
+    def body(a, o):
+        o[...] = a[...] + pl.program_id(0)  # program_id
+
+    return whole(body, x.shape, x.dtype)(x)
+
+
+def unaligned_copy(x):
+    def body(a, o, semaphore):
+        pltpu.make_async_copy(a.at[:, pl.ds(3, 64)], o, semaphore).start()  # unaligned_copy
+
+    return pl.pallas_call(
+        body,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_shape=jax.ShapeDtypeStruct((8, 64), x.dtype),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    )(x)
+
+
+def reshaped(x):
+    def body(a, o):
+        o[...] = a[...].reshape(x.shape[1], x.shape[0])  # reshaped
+
+    return whole(body, x.shape[::-1], x.dtype)(x)
+
+
+def reduced(x, operation):
+    def body(a, o):
+        o[...] = operation(a[...], axis=1, keepdims=True).astype(x.dtype)  # reduced
+
+    return whole(body, (x.shape[0], 1), x.dtype)(x)
+
+
+def gram_plain(x):
+    def body(a, o):
+        o[...] = jnp.dot(a[...], a[...].T)  # gram_plain
+
+    return whole(body, (x.shape[0],) * 2, x.dtype)(x)
+
+
+def python_branch(x):
+    def body(a, o):
+        o[...] = a[...] if a[0, 0] > 0 else -a[...]  # python_branch
+
+    return whole(body, x.shape, x.dtype)(x)
+
+
+def python_number(x):
+    def body(a, o):
+        o[...] = a[...] + int(a[0, 0])  # python_number
+
+    return whole(body, x.shape, x.dtype)(x)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,3 +236,41 @@ def test_reports_for_several_targets_are_ok_only_together() -> None:
     assert both["v4"] is bad
     assert both.text.count("\n") == 2
     assert json.loads(json.dumps(both.to_dict()))["v4"]["status"] == "invalid"
+
+
+def _endless(i: Any) -> Any:
+    while True:
+        time.sleep(0.01)
+
+
+def _abort(i: Any) -> Any:
+    os.abort()
+
+
+def _leave(i: Any) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    ("index_map", "status", "line"),
+    [
+        (_endless, "timeout", "time.sleep(0.01)"),
+        (_abort, "crashed", "os.abort()"),
+        (_leave, "error", "raise SystemExit(3)"),
+    ],
+)
+def test_code_that_ends_or_stops_its_process_is_named(
+    index_map: Any, status: str, line: str, kernels: ModuleType
+) -> None:
+    report = compile_function(
+        lambda x: kernels.mapped(x, index_map),
+        [TILE],
+        "v6e",
+        name="stuck",
+        isolate=True,
+        timeout_s=3.0,
+    )
+    assert report.status == status
+    assert report.source_line == line
+    assert "test_compile.py" in (report.where or "")

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.compiler import compile_function, resolve
 from tpu_kernels.compiler.diagnose import catalogue, diagnose, legal_block
@@ -152,6 +154,73 @@ MISTAKES = [
         [((32, 128), jnp.float8_e4m3fn)],
         "unsupported",
         ["float8_e4m3fn", "v6e"],
+    ),
+    Mistake(
+        *("iteration-bounds", "grid_of", TILE, "invalid", ["negative"]), arguments={"grid": (-1,)}
+    ),
+    Mistake(
+        *("grid-type", "grid_of", TILE, "invalid", ["(1.5,)", "dynamic grid"]),
+        arguments={"grid": (1.5,)},
+    ),
+    Mistake(
+        *("semantics-length", "grid_of", TILE, "invalid", ["2 entries", "1 axes"]),
+        arguments={"grid": (1,), "semantics": ("parallel", "arbitrary")},
+    ),
+    Mistake(
+        *("semantics-name", "grid_of", TILE, "invalid", ["'magic'", '"arbitrary"']),
+        arguments={"grid": (1,), "semantics": ("magic",)},
+    ),
+    Mistake("index-map-results", "one_result", TILE, "invalid", ["1 values"], "# one_result"),
+    Mistake("index-map-type", "float_result", TILE, "invalid", ["integers"], "# float_result"),
+    Mistake(
+        *("block-rank", "mapped", TILE, "invalid", ["(8,)", "(8, 128)", "input 0"]),
+        arguments={"index_map": lambda i: (i,), "block": (8,)},
+    ),
+    Mistake(
+        *("load-any", "in_space", TILE, "invalid", ["HBM", "sync_copy"], "# in_space"),
+        arguments={"space": pl.ANY},
+    ),
+    Mistake(
+        *("smem-vector", "in_space", TILE, "invalid", ["scalar memory"], "# in_space"),
+        arguments={"space": pltpu.SMEM},
+    ),
+    Mistake("program-id", "program_id", TILE, "invalid", ["pl.program_id(0)"], "# program_id"),
+    Mistake("dma-alignment", "unaligned_copy", TILE, "invalid", ["256 bits"], "# unaligned_copy"),
+    Mistake("shape-cast", "reshaped", [((3, 100), F32)], "unsupported", ["v6e"], "# reshaped"),
+    Mistake(
+        *("float32-only", "reduced", [((8, 128), INT32)], "unsupported", ["argmax"], "# reduced"),
+        arguments={"operation": jnp.argmax},
+    ),
+    Mistake(
+        *("reduction-dtype", "reduced", [((8, 128), jnp.uint32)], "unsupported", ["unsigned"]),
+        line="# reduced",
+        arguments={"operation": jnp.max},
+    ),
+    Mistake(
+        *("reduction-element", "reduced", [((512, 128), jnp.float4_e2m1fn)], "unsupported"),
+        ["float32"],
+        line="# reduced",
+        arguments={"operation": jnp.sum},
+    ),
+    Mistake(
+        *("matmul-accumulator", "gram_plain", [((16, 128), BF16)], "invalid", ["32-bit"]),
+        line="# gram_plain",
+    ),
+    Mistake(
+        *("matmul-unsigned", "gram_plain", [((8, 128), jnp.uint32)], "unsupported", ["uint32"]),
+        line="# gram_plain",
+    ),
+    Mistake(
+        *("matmul-integer", "matmul", [((128, 128), jnp.int16)] * 2, "unsupported", ["16-bit"]),
+        line="# matmul",
+        target="tpu7x",
+        arguments={"acc": INT32},
+    ),
+    Mistake("python-branch", "python_branch", TILE, "invalid", ["pl.when"], "# python_branch"),
+    Mistake("concrete-value", "python_number", TILE, "invalid", ["astype"], "# python_number"),
+    Mistake(
+        *("code-generator", "floor_divide", [((8, 512), jnp.uint8)], "unsupported", ["int32"]),
+        target="v5e",
     ),
     Mistake("not-implemented", "contract_two", [((4, 8, 128), F32)], "unsupported", ["lhs"]),
 ]

@@ -223,8 +223,11 @@ def _function_job(request: Request, payload: bytes) -> Job:
 def _finish(request: Request, lowered: _Lowered, outcome: Outcome) -> CompileReport:
     if outcome.status != "done":
         error = outcome.detail
+        place = locations.from_fault(outcome.log)
         hint = None
-        if outcome.status == "timeout":
+        if place is not None:
+            hint = "the author's own code was running there, not yet the compiler"
+        elif outcome.status == "timeout":
             hint = "the time grows with the unrolled work of one grid step: use smaller blocks"
         return _blank(
             request,
@@ -234,7 +237,8 @@ def _finish(request: Request, lowered: _Lowered, outcome: Outcome) -> CompileRep
             seconds=outcome.seconds,
             lowering_seconds=lowered.seconds,
             compiler_text=outcome.log or None,
-            where=_only_place(lowered) or request.where,
+            where=str(place) if place else _only_place(lowered) or request.where,
+            source_line=(place.text or None) if place else None,
         )
     result = outcome.result
     if "digest" in result:

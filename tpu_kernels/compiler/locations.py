@@ -20,6 +20,9 @@ from types import TracebackType
 from tpu_kernels import _compat_jax
 
 _LOC_FRAME = re.compile(r'"(?P<file>[^"]+)":(?P<line>\d+):\d+')
+_INDEX_MAP = re.compile(r"^Index map function \S+ at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
+_FAULT_STACK = re.compile(r"(?:Current thread 0x[0-9a-f]+|Stack) \(most recent call first\):")
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 _BODY_AT = re.compile(r" at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 # Layers of this package that only pass a kernel along; `tpu_kernels/ops` is not among them: its
@@ -103,7 +106,7 @@ def is_authors(file: str) -> bool:
         >>> is_authors("/home/ann/kernels/softmax.py"), is_authors(__import__("json").__file__)
         (True, False)
     """
-    if file.startswith("<frozen") or file in ("<string>", "<blocks>", "-", ""):
+    if file.startswith(("<frozen", "#")) or file in ("<string>", "<blocks>", "-", ""):
         return False
     if _is_plumbing(file):
         return False
@@ -163,6 +166,9 @@ def from_exception(error: BaseException) -> SourceLine | None:
     """
     chain = list(_chain(error))
     for item in chain:
+        index_map = _INDEX_MAP.search(str(item))
+        if index_map is not None and is_authors(index_map["file"]):
+            return SourceLine(index_map["file"], int(index_map["line"]))
         exact = from_location(str(item))
         if exact is not None:
             return exact
@@ -238,6 +244,28 @@ def from_message(message: str) -> SourceLine | None:
     if found is not None:
         return found
     for match in _BODY_AT.finditer(message):
+        if is_authors(match["file"]):
+            return SourceLine(match["file"], int(match["line"]))
+    return None
+
+
+def from_fault(text: str) -> SourceLine | None:
+    """Find the author's innermost line in what `faulthandler` prints of a process.
+
+    Args:
+        text: What the process had printed at its end.
+
+    Returns:
+        The line, or None if no frame of the thread that failed is the author's.
+
+    Example:
+        >>> str(from_fault('Stack (most recent call first):\\n  File "k.py", line 3 in f'))
+        'k.py:3'
+    """
+    *_, stack = _FAULT_STACK.split(text)
+    if stack == text:
+        return None
+    for match in _FAULT_FRAME.finditer(stack.partition("\n\n")[0]):
         if is_authors(match["file"]):
             return SourceLine(match["file"], int(match["line"]))
     return None

@@ -55,7 +55,8 @@ class Outcome:
         status: ``"done"``, ``"timeout"`` or ``"crashed"``.
         result: The worker's answer where it is done, else empty.
         detail: What happened, in words, where it is not done.
-        log: The end of what the worker had printed, where it crashed.
+        log: The end of what the worker had printed, its Python stack included, where it crashed or
+            was ended.
         seconds: Time from the start of the job to its end.
         value: What a ``"call"`` job returned.
     """
@@ -93,7 +94,8 @@ class _Running:
             if not self.sent:
                 detail = f"the worker did not start within {limit:g} s"
                 return Outcome("crashed", detail=detail, log=worker.log_tail())
-            return Outcome("timeout", detail=f"timeout after {limit:g} s", seconds=self.seconds)
+            detail = f"timeout after {limit:g} s"
+            return Outcome("timeout", detail=detail, log=worker.stack(), seconds=self.seconds)
         if worker.resident_bytes() > self.job.memory_bytes:
             detail = f"took more than {self.job.memory_bytes / 1e9:.1f} GB of memory"
             return Outcome("crashed", detail=detail, seconds=self.seconds)

@@ -9,12 +9,14 @@ belongs to this worker alone.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import queue
 import resource
 import select
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -38,6 +40,9 @@ def main(arguments: list[str]) -> int:
     # the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # To the log as well: where the author's code is when the process aborts or is out of time.
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(lines, os.getppid(), folder), daemon=True).start()
@@ -54,13 +59,7 @@ def main(arguments: list[str]) -> int:
         except BaseException as error:
             # Even SystemExit of a candidate is a result: the parent must hear of it, and the worker
             # goes on.
-            result = {
-                "ok": False,
-                "stage": "worker",
-                "type": type(error).__name__,
-                "message": str(error) or type(error).__name__,
-                "traceback": traceback.format_exc(),
-            }
+            result = {**jobs.failure("worker", error), "traceback": traceback.format_exc()}
         result["rss_bytes"] = _resident_bytes()
         _answer(answers, result)
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tpu_kernels.compiler import artifacts
 from tpu_kernels.compiler.jobs import DUMP_FOLDER
 
 _LOG_TAIL_BYTES = 4000
+_STACK_S = 1.0  # for the worker to print where it is
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -125,6 +127,17 @@ class WorkerProcess:
         except OSError:
             return ""
         return text.decode(errors="replace").strip()
+
+    def stack(self) -> str:
+        """What the worker has printed, ended by the Python stack of its main thread."""
+        before = self.log_tail()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_S
+        while time.monotonic() < deadline and self.log_tail() == before:
+            time.sleep(0.02)
+        time.sleep(0.02)  # the stack is written line by line
+        return self.log_tail()
 
     def kill(self) -> None:
         """End the process and all that it started, and remove its folder, if not done already."""

@@ -83,9 +83,7 @@ def _is_authors(place: str) -> bool:
     return bool(place) and locations.is_authors(place.rpartition(":")[0])
 
 
-def _outside(
-    block: Block, indices: np.ndarray, grid: tuple[int, ...], names: Names
-) -> str | None:
+def _outside(block: Block, indices: np.ndarray, grid: tuple[int, ...], names: Names) -> str | None:
     """Words for the first block that has no element in common with its array."""
     if 0 in block.array:
         return None
