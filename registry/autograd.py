@@ -16,34 +16,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from tpu_kernels import _compat_torch
 from tpu_kernels.dsl.spec import KernelSpec, Kind
 from tpu_kernels.errors import ArgumentError, MissingBackwardError
-from tpu_kernels.registry import custom_backward
+from tpu_kernels.registry import backward_contract, custom_backward
 from tpu_kernels.registry.derivatives import Derivatives
 from tpu_kernels.registry.layout import ONE, Layout, flat_names, join, split
 from tpu_kernels.registry.operator import Definition, Operator, results_of, signature_source
+from tpu_kernels.registry.programs import Chooser
+from tpu_kernels.registry.rule import Rule
 
 _forward_ad = _compat_torch.forward_ad_module()
-
-
-class Rule(Protocol):
-    """How one operator is differentiated: what a forward saves, what a backward makes of it."""
-
-    wants_outputs: bool
-
-    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Result slots and extra tensors to save; called below autograd."""
-
-    def backward(
-        self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
-    ) -> Sequence[Any]:
-        """A gradient, or None, for each flat input that needs one."""
 
 
 class Run:
@@ -99,8 +87,8 @@ class Run:
                 flat.append(slot)
         return flat
 
-    def nest_results(self, flat: Sequence[Any]) -> Any:
-        """The inverse of `flatten_results`, as the operator returns it."""
+    def nest_slots(self, flat: Sequence[Any]) -> list[Any]:
+        """The inverse of `flatten_results`."""
         items = iter(flat)
         slots: list[Any] = []
         for count in self.structure:
@@ -108,7 +96,7 @@ class Run:
                 slots.append(None)
             else:
                 slots.append(next(items) if count == -1 else [next(items) for _ in range(count)])
-        return results_of(slots)
+        return slots
 
 
 class Autograd:
@@ -139,19 +127,36 @@ class Autograd:
         function = operator_function()
         operator.library.impl(operator.opname, self._kernel(function), "Autograd", with_keyset=True)
 
-    def use(self, fn: Callable[..., Mapping[str, Any]], spec: KernelSpec) -> None:
-        """Differentiate by a user's ``fn(grad, <inputs by name>)``."""
-        self.rule = custom_backward.UserRule(fn, spec)
+    def use(self, fn: Callable[..., Any], spec: KernelSpec) -> None:
+        """Differentiate by a user's torch function ``fn(grad, <inputs by name>)``."""
+        self._replace_rule(custom_backward.UserRule(fn, spec))
+
+    def use_jax(self, fn: Callable[..., Any], spec: KernelSpec, choose: Chooser) -> None:
+        """Differentiate by a user's JAX function ``fn(grad, <inputs by name>)``; ``choose`` chooses
+        the kernel's tunables."""
+        from tpu_kernels.registry.jax_backward import JaxFunctionRule
+
+        backward_contract.read(
+            fn, spec, extra=("interpret",)
+        )  # a broken one must not take the old one away
+        self._replace_rule(NoRule())
+        self.derivatives.give_way()
+        self.rule = JaxFunctionRule(fn, self.operator, spec, choose)
+
+    def _replace_rule(self, rule: Rule) -> None:
+        self.rule.destroy()
+        self.rule = rule
 
     def use_context_style(
         self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
     ) -> None:
         """Differentiate by a user's ``backward(ctx, *grads)`` and ``setup_context(ctx, inputs,
         output)``."""
-        self.rule = custom_backward.ContextRule(backward, setup_context)
+        self._replace_rule(custom_backward.ContextRule(backward, setup_context))
 
     def destroy(self) -> None:
         """Destroy the operators made for derivatives."""
+        self.rule.destroy()
         self.derivatives.destroy()
 
     def _kernel(self, function: type) -> Callable[..., Any]:
@@ -212,7 +217,7 @@ def kernel(_keyset, {signature}):
             run.written = _written(definition, layout)
             _check_written(definition, layout, tensors, run.written)
         flat = _compat_torch.apply_single_level(function, run, *tensors)
-        return run.nest_results(flat if isinstance(flat, tuple) else (flat,))
+        return results_of(run.nest_slots(flat if isinstance(flat, tuple) else (flat,)))
 
 
 def _written(definition: Definition, layout: Layout) -> list[int]:
@@ -254,10 +259,8 @@ def _any_needs_grad(argument: Any) -> bool:
     return argument is not None and any(t is not None and t.requires_grad for t in argument)
 
 
-class JaxRule:
+class JaxRule(Rule):
     """Reverse mode by `jax.vjp` of the operator's own program."""
-
-    wants_outputs = False
 
     def __init__(self, derivatives: Derivatives) -> None:
         self.derivatives = derivatives
@@ -288,14 +291,8 @@ class JaxRule:
         )
 
 
-class NoRule:
+class NoRule(Rule):
     """A kernel without backward: says so when a gradient is asked for, never drops one."""
-
-    wants_outputs = False
-
-    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Outputs alone."""
-        return run.call_operator(), ()
 
     def backward(
         self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]

@@ -3,125 +3,71 @@ gradient."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpu_kernels.dsl.spec import KernelSpec
-from tpu_kernels.errors import GradientError, MissingBackwardError
-from tpu_kernels.registry import reference
+from tpu_kernels.errors import MissingBackwardError
+from tpu_kernels.registry import backward_contract, reference
 from tpu_kernels.registry.layout import fill
+from tpu_kernels.registry.operator import results_of
 from tpu_kernels.registry.programs import flat_outputs
+from tpu_kernels.registry.rule import Rule
 
 if TYPE_CHECKING:
     from tpu_kernels.registry.autograd import Run
 
 
-class UserRule:
-    """``fn(grad, <inputs by name>)`` returns a dict of gradients by input name."""
+class UserRule(Rule):
+    """``fn(grad, <inputs by name>)`` returns gradients of the inputs, in torch."""
 
-    def __init__(self, fn: Callable[..., Mapping[str, Any]], spec: KernelSpec) -> None:
-        self.fn = fn
-        self.spec = spec
-        accepted = inspect.signature(fn).parameters.values()
-        self.takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted)
-        self.names = [p.name for p in accepted][1:]
-        self.wants_outputs = "out" in self.names
-        known = {p.name for p in spec.op_parameters} | {"out", "needs_input_grad"}
-        unknown = [
-            p.name for p in list(accepted)[1:] if p.name not in known and p.default is p.empty
-        ]
-        if unknown and not self.takes_all:
-            raise GradientError(
-                f"kernel {spec.name!r}: its backward asks for {unknown[0]!r}, which is not an "
-                "input",
-                where=f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
-                if hasattr(fn, "__code__")
-                else None,
-                hint=f"available: {', '.join(sorted(known))}",
-            )
-
-    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Outputs alone; inputs are saved anyway."""
-        return run.call_operator(), ()
+    def __init__(self, fn: Callable[..., Any], spec: KernelSpec) -> None:
+        self.contract = backward_contract.read(fn, spec)
+        self.wants_outputs = self.contract.wants_outputs
 
     def backward(
         self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
     ) -> Sequence[Any]:
         """The user's gradients in flat order, checked."""
+        contract = self.contract
         parameters = run.autograd.operator.definition.parameters
         values = {
             p.name: a if p.kind.is_tensor else p.for_kernel(a)
             for p, a in zip(parameters, run.arguments(), strict=True)
         }
-        flags = dict(
-            zip(
-                (p.name for p in parameters if p.kind.is_tensor),
-                fill(run.layout, run.needs),
-                strict=True,
-            )
-        )
-        if self.wants_outputs:
-            values["out"] = run.nest_results(run.outputs)
-        values["needs_input_grad"] = flags
-        given = values if self.takes_all else {n: values[n] for n in self.names if n in values}
-        grad = grads[0] if len(grads) == 1 else tuple(grads)
-        result = self.fn(grad, **given)
-        if not isinstance(result, Mapping):
-            raise GradientError(
-                f"kernel {self.spec.name!r}: its backward must return a dict of gradients, got "
-                f"{type(result).__name__}"
-            )
-        return self._flat(run, result, [p.name for p in parameters if p.kind.is_tensor])
-
-    def _flat(self, run: Run, result: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-        for name in result:
-            if name not in names:
-                raise GradientError(
-                    f"kernel {self.spec.name!r}: its backward returned a gradient for {name!r}, "
-                    "which is no tensor input",
-                    hint=f"tensor inputs: {', '.join(names)}",
-                )
         inputs, needs = fill(run.layout, run.inputs), fill(run.layout, run.needs)
+        names = [p.name for p in contract.tensors]
+        if self.wants_outputs:
+            values["out"] = results_of(run.nest_slots(run.outputs))
+        values["needs_input_grad"] = dict(zip(names, needs, strict=True))
+        result = contract(grads, values)
         flat: list[Any] = []
         for name, value, need in zip(names, inputs, needs, strict=True):
             grad = result.get(name)
             if isinstance(value, tuple):
-                items = grad if grad is not None else [None] * len(value)
-                if len(items) != len(value):
-                    raise GradientError(
-                        f"kernel {self.spec.name!r}: gradient of {name!r} has {len(items)} "
-                        f"entries for {len(value)} tensors"
-                    )
+                items = contract.items(name, grad, len(value))
                 for i, (v, n, g) in enumerate(zip(value, need, items, strict=True)):
                     if v is not None and n:
-                        flat.append(self._check(f"{name}[{i}]", v, g))
+                        flat.append(self._checked(f"{name}[{i}]", v, g))
             elif value is not None and need:
-                flat.append(self._check(name, value, grad))
+                flat.append(self._checked(name, value, grad))
         return flat
 
-    def _check(self, name: str, value: torch.Tensor, grad: Any) -> Any:
-        if grad is None:
-            return None
-        if not isinstance(grad, torch.Tensor) or grad.shape != value.shape:
-            got = tuple(grad.shape) if isinstance(grad, torch.Tensor) else type(grad).__name__
-            raise GradientError(
-                f"kernel {self.spec.name!r}: gradient of {name!r} has shape {got}, expected "
-                f"{tuple(value.shape)}",
-                where=str(self.spec.source),
-            )
-        if grad.dtype != value.dtype:
-            raise GradientError(
-                f"kernel {self.spec.name!r}: gradient of {name!r} is {grad.dtype}, expected "
-                f"{value.dtype}",
-                where=str(self.spec.source),
-            )
+    def _checked(self, name: str, value: torch.Tensor, grad: Any) -> Any:
+        if grad is not None:
+            if not isinstance(grad, torch.Tensor):
+                raise self.contract.error(
+                    f"gradient of {name!r} is a {type(grad).__name__}, expected a tensor",
+                    hint="a backward in JAX has parameters annotated jax.Array, or is defined with "
+                    "@kernel.backward(language='jax')",
+                )
+            self.contract.check(name, value, grad)
         return grad
 
 
-class ContextRule:
+class ContextRule(Rule):
     """``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)``, as in
     `torch.library`."""
 
@@ -132,10 +78,6 @@ class ContextRule:
     ) -> None:
         self._backward = backward
         self._setup_context = setup_context
-
-    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Outputs alone; the context is set up when the backward runs, from what was saved."""
-        return run.call_operator(), ()
 
     def backward(
         self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]
@@ -149,7 +91,7 @@ class ContextRule:
             next(needs) if p.kind.is_tensor else False for p in parameters
         )
         if self._setup_context is not None:
-            self._setup_context(context, tuple(arguments), run.nest_results(run.outputs))
+            self._setup_context(context, tuple(arguments), results_of(run.nest_slots(run.outputs)))
         result = self._backward(context, *grads)
         items = result if isinstance(result, tuple) else (result,)
         flat: list[Any] = []
@@ -181,18 +123,12 @@ class _Context:
         """Accepted for compatibility; unused outputs' gradients arrive as zeros."""
 
 
-class ReferenceRule:
+class ReferenceRule(Rule):
     """The gradient of the kernel's reference, computed by torch's autograd when the backward
     runs."""
 
-    wants_outputs = False
-
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-
-    def forward(self, run: Run) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Outputs alone."""
-        return run.call_operator(), ()
 
     def backward(
         self, run: Run, saved: Sequence[torch.Tensor], grads: Sequence[Any]

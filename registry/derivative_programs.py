@@ -13,7 +13,7 @@ from tpu_kernels.registry.programs import flat_outputs, select
 Program = Callable[[Call, Engine], Body]
 
 
-def _base_call(base: Definition, call: Call) -> tuple[Call, list[Any]]:
+def base_call(base: Definition, call: Call) -> tuple[Call, list[Any]]:
     """The base operator's part of a derived operator's call, and the values of the further static
     parameters."""
     tensors = sum(p.kind.is_tensor for p in base.parameters)
@@ -73,7 +73,7 @@ def forward_program(base: Definition) -> Program:
     """Outputs, then the residuals that the backward wants."""
 
     def program(call: Call, engine: Engine) -> Body:
-        inner, (needs,) = _base_call(base, call)
+        inner, (needs,) = base_call(base, call)
 
         def body(tensors: Sequence[Any], dynamics: Sequence[Any]) -> list[Any]:
             flat = _flat(inner.layout.slots, tensors)
@@ -91,7 +91,7 @@ def backward_program(base: Definition) -> Program:
     gradients."""
 
     def program(call: Call, engine: Engine) -> Body:
-        inner, (needs,) = _base_call(base, call)
+        inner, (needs,) = base_call(base, call)
 
         def body(tensors: Sequence[Any], dynamics: Sequence[Any]) -> list[Any]:
             import jax
@@ -155,7 +155,7 @@ def tangent_program(base: Definition) -> Program:
     """Tangents of the flat outputs from inputs and their tangents."""
 
     def program(call: Call, engine: Engine) -> Body:
-        inner, _ = _base_call(base, call)
+        inner, _ = base_call(base, call)
 
         def body(tensors: Sequence[Any], dynamics: Sequence[Any]) -> list[Any]:
             import jax

@@ -35,7 +35,7 @@ class Derivatives:
         self.operator = operator
         self.save_residuals = save_residuals
         self._made: dict[str, Operator] = {}
-        self._autograds: list[Any] = []
+        self._parts: dict[str, list[Any]] = {}
         self._refusals: dict[Any, Exception | None] = {}
         self._lock = threading.RLock()
 
@@ -101,12 +101,15 @@ class Derivatives:
         refusal = self._refusal(layout, inputs, needs)
         if refusal is not None:
             definition = self.operator.definition
+            part = "it"
+            hint = "define a backward with @kernel.backward, use jax.custom_vjp inside the kernel, "
+            hint += "or pass backward='reference'"
+            if definition.name != definition.kernel:
+                part, hint = f"its derivative {definition.name!r}", "make that one differentiable"
             raise MissingBackwardError(
-                f"kernel {definition.kernel!r}: JAX cannot differentiate it",
+                f"kernel {definition.kernel!r}: JAX cannot differentiate {part}",
                 where=definition.where,
-                hint="define a backward with @kernel.backward, use jax.custom_vjp inside the "
-                "kernel, or pass "
-                "backward='reference'",
+                hint=hint,
             ) from refusal
         operator = self._operator("bwd")
         return list(
@@ -126,15 +129,24 @@ class Derivatives:
         operator = self._operator("jvp")
         return list(self._call(operator, layout, inputs, dynamics, list(tangents)))
 
+    def give_way(self) -> None:
+        """Leave the names of forward and backward to others."""
+        with self._lock:
+            for which in ("fwd", "bwd"):
+                if which in self._made:
+                    for part in (*self._parts.pop(which), self._made.pop(which)):
+                        part.destroy()
+
     def destroy(self) -> None:
         """Take the derived operators out of torch."""
         with self._lock:
-            for autograd in self._autograds:
-                autograd.destroy()
+            for parts in self._parts.values():
+                for part in parts:
+                    part.destroy()
             for operator in self._made.values():
                 operator.destroy()
             self._made.clear()
-            self._autograds.clear()
+            self._parts.clear()
 
     # ------------------------------------------------------------------ making operators
     def _arguments(self, layout: Layout, inputs: Sequence[Any]) -> list[Any]:
@@ -184,9 +196,7 @@ class Derivatives:
             policies.register_flops(operator, base.flops, factor=2 if which == "bwd" else 1)
         # Derivatives of derivatives: the same rules once more, by recomputation (residuals are not
         # differentiable).
-        autograd = Autograd(operator, "recompute")
-        self._autograds.append(autograd)
-        self._autograds.append(Batching(operator))
+        self._parts[which] = [Autograd(operator, "recompute"), Batching(operator)]
         return operator
 
 
@@ -196,8 +206,11 @@ def derived_operator(
     extra: Sequence[Parameter],
     returns: tuple[ReturnKind, ...],
     program: Callable[..., Any],
+    *,
+    where: str | None = None,
 ) -> Operator:
-    """An operator with the parameters of another (all positional, none mutated) and some more."""
+    """An operator with the parameters of another (all positional, none mutated) and some more;
+    ``where`` is the place of its source, if another."""
     own = tuple(_plain(p) for p in base.definition.parameters)
     # A derivative of a derivative has these parameters twice.
     order = sum(p.name.startswith("tk_") for p in own)
@@ -212,7 +225,7 @@ def derived_operator(
             parameters=parameters,
             returns=returns,
             program=program,
-            where=base.definition.where,
+            where=where or base.definition.where,
             kernel=base.definition.kernel,
             int64=base.definition.int64,
             has_defaults=False,

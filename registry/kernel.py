@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from tpu_kernels import _compat_torch
 from tpu_kernels.config import settings
 from tpu_kernels.dsl.spec import KernelSpec, Source
-from tpu_kernels.errors import KernelError
+from tpu_kernels.errors import GradientError, KernelError
 from tpu_kernels.registry import (
+    backward_contract,
     kernel_hooks,
     naming,
     policies,
@@ -171,19 +173,28 @@ class Kernel:
 
     # ------------------------------------------------------------------ customising, as torch's
     # CustomOpDef
-    def backward(self, fn: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
-        """Define the backward as a torch function; usable as a decorator.
+    def backward(
+        self, fn: Callable[..., Any] | None = None, *, language: str | None = None
+    ) -> Callable[..., Any]:
+        """Define the backward as a function; usable as a decorator.
 
         Args:
-            fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name. ``grad``
-                is the output's gradient (a tuple of them, zeros where an output was unused, if
-                there are several outputs). The new values of mutated arguments count as outputs
-                after the others, and inputs are as they were before the call. Of the inputs it
-                receives those that it names; a parameter ``out`` receives the outputs, one called
-                ``needs_input_grad`` a dict of flags.
+            fn: ``fn(grad, <inputs by name>)`` returns a dict of gradients by input name, or a tuple
+                with one for each tensor input. ``grad`` is the output's gradient (a tuple of them,
+                zeros where an output was unused, if there are several outputs). The new values of
+                mutated arguments count as outputs after the others, and inputs are as they were
+                before the call. Of the inputs it receives those that it names; a parameter ``out``
+                receives the outputs, one called ``needs_input_grad`` a dict of flags. It may be a
+                torch function, another `Kernel`, or a JAX function: that one becomes the operator
+                ``<name>__bwd``, and `jax.vjp` of it is the second derivative.
+            language: ``"jax"`` or ``"torch"``. By default a function is JAX's if a parameter is
+                annotated with `jax.Array`.
 
         Returns:
             ``fn`` itself.
+
+        Raises:
+            GradientError: The function asks for what there is not.
 
         Example:
             >>> import jax, torch
@@ -192,16 +203,35 @@ class Kernel:
             ... def square(x: jax.Array) -> jax.Array:
             ...     return x * x
             >>> @square.backward
-            ... def square_backward(grad, x):
+            ... def square_backward(grad: jax.Array, x: jax.Array):
             ...     return {"x": 2 * x * grad}
             >>> x = torch.tensor(3.0, requires_grad=True)
             >>> square(x).backward()
             >>> x.grad
             tensor(6.)
         """
-        self.autograd.use(fn, self.spec)
-        self.customised.append(("backward", (fn,), {}))
-        return fn
+        if language not in (None, *backward_contract.LANGUAGES):
+            raise GradientError(
+                f"kernel {self.name!r}: no backward is written in {language!r}",
+                where=str(self.spec.source),
+                hint="language is 'jax' or 'torch'; left out, the annotations say it",
+            )
+        caller_locals = dict(sys._getframe(1).f_locals)
+
+        def define(fn: Callable[..., Any]) -> Callable[..., Any]:
+            written_in = language or (
+                "torch"
+                if isinstance(fn, Kernel)
+                else backward_contract.language_of(fn, caller_locals)
+            )
+            if written_in == "jax":
+                self.autograd.use_jax(fn, self.spec, self.choices.choose)
+            else:
+                self.autograd.use(fn, self.spec)
+            self.customised.append(("backward", (fn,), {"language": written_in}))
+            return fn
+
+        return define if fn is None else define(fn)
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the derived fake kernel, as `torch.library.CustomOpDef.register_fake`."""

@@ -218,7 +218,7 @@ class Operator:
     def destroy(self) -> None:
         """Take the operator out of torch's tables."""
         backend_table.remove_operator(self)
-        self.library._destroy()
+        _compat_torch.destroy_library(self.library)
 
     # ------------------------------------------------------------------ arguments
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

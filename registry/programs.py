@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tpu_kernels.dsl.spec import KernelSpec, ReturnKind
+from tpu_kernels.dsl.spec import KernelSpec, Kind, Parameter, ReturnKind
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.layout import fill, static_values
 from tpu_kernels.registry.operator import Body, Call, Definition
@@ -19,25 +19,14 @@ Chooser = Callable[[Call, Mapping[str, Any], Engine], Mapping[str, Any]]
 def kernel_program(spec: KernelSpec, choose: Chooser) -> Callable[[Call, Engine], Body]:
     """The program of the kernel itself."""
     parameters = spec.op_parameters
-    tensor_names = [p.name for p in parameters if p.kind.is_tensor]
-    dynamic_names = [p.name for p in parameters if p.kind.value == "dynamic"]
 
     def program(call: Call, engine: Engine) -> Body:
         statics = static_values(parameters, call.layout)
         statics.update(choose(call, statics, engine))
 
         def body(tensors: Sequence[Any], dynamics: Sequence[Any]) -> list[Any]:
-            values = dict(zip(tensor_names, tensors, strict=True))
-            for p in parameters:  # lists reach the author's function as lists, as annotated
-                if p.none_is_default and p.kind.is_list and values[p.name] is None:
-                    values[p.name] = p.default
-                if p.kind.is_list and values[p.name] is not None:
-                    values[p.name] = (
-                        list(values[p.name]) if p.length is None else tuple(values[p.name])
-                    )
-            values.update(zip(dynamic_names, dynamics, strict=True))
-            values.update(statics)
-            with _precision(spec.precision):
+            values = named_values(parameters, tensors, dynamics, statics)
+            with default_precision(spec.precision):
                 outputs, mutated = spec.call(values, engine.interpret)
             _check_slots(spec, outputs)
             results = [_as_arrays(o) for o in outputs]
@@ -50,8 +39,27 @@ def kernel_program(spec: KernelSpec, choose: Chooser) -> Callable[[Call, Engine]
     return program
 
 
+def named_values(
+    parameters: Sequence[Parameter],
+    tensors: Sequence[Any],
+    dynamics: Sequence[Any],
+    statics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All arguments by name, as the author's function takes them."""
+    values = dict(zip((p.name for p in parameters if p.kind.is_tensor), tensors, strict=True))
+    for p in parameters:  # lists reach the author's function as lists, as annotated
+        if p.none_is_default and p.kind.is_list and values[p.name] is None:
+            values[p.name] = p.default
+        if p.kind.is_list and values[p.name] is not None:
+            values[p.name] = list(values[p.name]) if p.length is None else tuple(values[p.name])
+    dynamic = (p.name for p in parameters if p.kind is Kind.DYNAMIC)
+    values.update(zip(dynamic, dynamics, strict=True))
+    values.update(statics)
+    return values
+
+
 @contextlib.contextmanager
-def _precision(precision: str | None) -> Iterator[None]:
+def default_precision(precision: str | None) -> Iterator[None]:
     """The kernel's default matmul precision, where it states one; JAX's own otherwise."""
     if precision is None:
         yield

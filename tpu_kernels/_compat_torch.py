@@ -319,8 +319,13 @@ def dispatch_table(operator: OpOverload) -> str:
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Take a library's kernels out of the dispatcher now; garbage collection would be too late."""
+    """Take a library's operators and kernels out of torch now; at its collection is too late.
+
+    When the object is collected torch does it once more by the operators' names, and would make
+    ``torch.ops`` forget the operators that have taken those names in the meantime.
+    """
     library._destroy()
+    library._op_defs.clear()
 
 
 def forget_dispatch(operator: OpOverload, key: str) -> None:

@@ -19,6 +19,7 @@ from tpu_kernels.compiler.cost.scalars import KernelScalars, choose
 from tpu_kernels.compiler.cost.simulate import Simulation, simulate
 
 _STALLED = 0.15  # share of the time from which waiting for HBM is what bounds a kernel
+_HBM_BUSY = 0.5  # below this, waiting is for the latency of copies and not for their bytes
 _MXU_BUSY = 0.8
 _LAUNCH_US = 100.0  # below this, what a launch costs on the host matters more than the kernel
 _DEDUPLICATED = re.compile(r"equivalent_hlos\[size=(\d+)\]")
@@ -169,7 +170,7 @@ class _Runner:
 
 def _bound(found: Simulation) -> str:
     if found.dma_stall > _STALLED * found.cycles:
-        return "hbm"
+        return "hbm" if found.hbm_busy > _HBM_BUSY * found.cycles else "latency"
     if found.mxu_excess > _STALLED * found.cycles or found.mxu_busy > _MXU_BUSY * found.cycles:
         return "mxu"
     return "issue"

@@ -39,7 +39,8 @@ class KernelEstimate:
         spills: Vector registers stored for want of registers.
         fills: Vector registers loaded back.
         vmem_bytes: Vector memory that it allocates, where the compiler tells.
-        bound: ``"mxu"``, ``"hbm"`` or ``"issue"`` (instructions other than the matrix ones).
+        bound: ``"mxu"``, ``"hbm"``, ``"latency"`` (it waits for copies while HBM is mostly idle) or
+            ``"issue"`` (instructions other than the matrix ones).
         roofline_us: Time that its matrix operations or its bytes need at least.
         warnings: What had to be guessed, counted.
         kind: One of `KINDS`: a Pallas kernel, what XLA made, or its copies between them; ``""``

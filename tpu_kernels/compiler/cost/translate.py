@@ -304,10 +304,13 @@ class _Translator:
         if found is None:
             self.warnings["form of sst"] += 1
             return ""
-        guard = ""
-        if instruction.predicate is not None:
-            guard = f"if S.holds({self._condition(instruction.predicate)}): "
-        return f" {guard}S.smem[{self._address(found[1])}]={self._operand(found[2])}"
+        cell, value = f"S.smem[{self._address(found[1])}]", self._operand(found[2])
+        if instruction.predicate is None:
+            return f" {cell}={value}"
+        # Under a predicate that is not known the cell is not known either; that is no guess, and
+        # matters only where it is read again (cores that meet at a barrier never do).
+        before = f"S.smem.get({self._address(found[1])},U)"
+        return f" {cell}=SEL({self._condition(instruction.predicate)},{value},{before})"
 
     def _load(self, instruction: Instruction) -> str:
         found = _LOAD.search(instruction.text)
