@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -52,7 +52,10 @@ class ConfigChoice:
 
 
 class ConfigSource(Protocol):
-    """Something that may know a configuration."""
+    """Something that may know a configuration.
+
+    It may have a method ``fingerprint(kernels)``: a text that changes when its answers may.
+    """
 
     def find(self, request: ConfigRequest) -> ConfigChoice | None:
         """The configuration for a request, or None."""
@@ -77,6 +80,19 @@ def find(request: ConfigRequest) -> ConfigChoice | None:
         if choice is not None:
             return choice
     return None
+
+
+def fingerprint(kernels: Sequence[str]) -> str:
+    """A text that differs whenever the sources may answer differently about some kernel.
+
+    Args:
+        kernels: Qualified names.
+    """
+    parts = []
+    for source in _sources:
+        of_source = getattr(source, "fingerprint", None)
+        parts.append(str(of_source(kernels)) if of_source is not None else repr(type(source)))
+    return " ".join(parts)
 
 
 class Chooser(Protocol):

@@ -366,7 +366,7 @@ def after_import(module: str, hook: Callable[[Any], None]) -> None:
     sys.meta_path.insert(0, _AfterImport())
 
 
-def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) -> None:
+def guard_every_graph(key: Callable[[], Any]) -> None:
     """Make each graph that Dynamo compiles from now on depend on the value of ``key()``.
 
     Dynamo guards what the traced Python code reads; which kernels the dispatcher holds is not among
@@ -374,7 +374,6 @@ def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) ->
 
     Args:
         key: Cheap and hashable; a compiled graph is reused only while it returns an equal value.
-        on_compile: Called at the start of each compilation, in its thread.
     """
 
     def install(output_graph: Any) -> None:
@@ -384,7 +383,6 @@ def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) ->
         original = output_graph.OutputGraph.init_ambient_guards
 
         def init_ambient_guards(self: Any) -> None:
-            on_compile()
             original(self)
             expected = key()
 
@@ -397,6 +395,24 @@ def guard_every_graph(key: Callable[[], Any], on_compile: Callable[[], None]) ->
                 )
 
             self.guards.add(GlobalStateSource().make_guard(OVERRIDES))
+
+        output_graph.OutputGraph.init_ambient_guards = init_ambient_guards
+
+    after_import("torch._dynamo.output_graph", install)
+
+
+def before_every_graph(on_compile: Callable[[], None]) -> None:
+    """Call a function at the start of each compilation by Dynamo, in its thread.
+
+    torch has no public place for that.
+    """
+
+    def install(output_graph: Any) -> None:
+        original = output_graph.OutputGraph.init_ambient_guards
+
+        def init_ambient_guards(self: Any) -> None:
+            on_compile()
+            original(self)
 
         output_graph.OutputGraph.init_ambient_guards = init_ambient_guards
 
@@ -461,3 +477,48 @@ def implicit_replication_allowed() -> bool:
 def dispatch_key_of_device(device_type: str) -> str:
     """Return the dispatch key of a device type: ``"CPU"`` for ``"cpu"``."""
     return str(torch._C._dispatch_key_for_device(device_type))
+
+
+# ---------------------------------------------------------------------------------------------
+# Lowering of graphs (lowering, backends/compile_backend).
+
+
+def expression_of(size: Any) -> Any | None:
+    """Return a symbolic size's sympy expression, None if it is a plain number."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    return None if size.node.maybe_as_int() is not None else size.node.expr
+
+
+def fake_mode() -> Any:
+    """Return a fresh mode in which tensors have no values; torch exports none publicly."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def functional_graph(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> torch.fx.GraphModule:
+    """Trace a function to a graph of ATen operators that writes to nothing.
+
+    `make_fx` is the tracer below `torch.export`, which would wrap the function in a module first.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    functional = torch.func.functionalize(function, remove="mutations_and_views")
+    return make_fx(functional, decomposition_table=dict(decompositions))(*inputs)
+
+
+def all_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return torch's decompositions: those into core ATen first, then its reference functions."""
+    from torch._decomp import core_aten_decompositions, decomposition_table
+
+    return {**decomposition_table, **core_aten_decompositions()}
+
+
+def can_decompose(operator: OpOverload) -> bool:
+    """Return whether an operator is defined by other operators for every device."""
+    return operator._can_decompose()

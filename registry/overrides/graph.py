@@ -6,8 +6,8 @@ Three things make a graph agree with the overrides in force, whatever the backen
 * a backend that runs ATen operators reaches the dispatcher, and with it the override; for one that
   generates code of its own (Inductor), an overridden operator becomes a *router* when the graph is
   traced: an opaque operator whose kernel calls the original through the dispatcher;
-* their content is part of `torch.compiler.config.cache_key_tag`, so that a cache on disk does not
-  hand the next process a graph made under other overrides.
+* their content is part of `torch.compiler.config.cache_key_tag` (`registry.cache_tag`), so that a
+  cache on disk does not hand the next process a graph made under other overrides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels import _compat_torch as compat
+from tpu_kernels.registry import cache_tag
 from tpu_kernels.registry.engine import current_mode
 from tpu_kernels.registry.overrides import chain
 from tpu_kernels.registry.overrides.targets import is_mutable, qualified
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from tpu_kernels.registry.overrides.handle import Override
 
 NAMESPACE = "tpu_kernels_override"
-_TAG = ";tpu_kernels:"
 
 Function = Callable[..., Any]
 
@@ -47,7 +47,8 @@ def enter(override: Override) -> None:
             _guarding = True
             # Graphs from before have no guard. That happens once per process.
             compat.forget_compiled_code()
-            compat.guard_every_graph(chain.active_key, _tag_caches)
+            compat.guard_every_graph(chain.active_key)
+            cache_tag.add_source("overrides", lambda: fingerprint() if chain.active() else "")
             compat.after_import("torch._inductor.decomposition", lambda _: _fill_table())
         for op in _traced(override):
             _users[op] = _users.get(op, 0) + 1
@@ -178,13 +179,6 @@ def fingerprint() -> str:
         code = (digest(override.impl), digest(override.when))
         hasher.update(repr((parts, override.backward, override.impl_name, code)).encode())
     return hasher.hexdigest()
-
-
-def _tag_caches() -> None:
-    config: Any = torch.compiler.config
-    users = config.cache_key_tag.partition(_TAG)[0]
-    active = chain.active()
-    config.cache_key_tag = f"{users}{_TAG}{fingerprint()}" if active else users
 
 
 def decomposition_table(base: Mapping[Any, Function] | None = None) -> dict[Any, Function]:

@@ -25,7 +25,9 @@ def ready() -> None:
         from tpu_kernels.backends import cpu, device
         from tpu_kernels.backends.device import backend as device_backend
         from tpu_kernels.backends.torch_tpu import detection
+        from tpu_kernels.registry import cache_tag
 
+        cache_tag.install()
         cpu.register()
         if detection.owns_device():
             from tpu_kernels.backends.torch_tpu import backend as torch_tpu_backend

@@ -7,6 +7,7 @@ static values, and remembers the answer; `config_table.bump` makes it ask again.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,19 @@ class TunedConfigs:
         found = [cache.explain(key) for cache in self.caches]
         best = min(found, key=lambda e: (not e.hit, e.nearest is None, len(e.differences)))
         return str(best)
+
+    def fingerprint(self, kernels: Sequence[str]) -> str:
+        """Return a digest of the records of some kernels; shipped tables come with our version.
+
+        Args:
+            kernels: Qualified names.
+        """
+        hasher = hashlib.blake2b(digest_size=8)
+        for cache in self.caches:
+            for kernel in kernels:
+                for record in cache.records(kernel):
+                    hasher.update(f"{record.digest}{canonical(encode(record.config))}".encode())
+        return hasher.hexdigest()
 
     def _near(self, request: ConfigRequest, key: Mapping[str, Any]) -> ConfigChoice | None:
         records = [r for cache in self.caches for r in cache.records(request.kernel)]

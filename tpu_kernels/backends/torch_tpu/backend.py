@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tpu_kernels import _compat_torch_tpu as compat
-from tpu_kernels.backends.torch_tpu import detection, programs, routes
+from tpu_kernels.backends.torch_tpu import cpu_plugin, detection, programs, routes
 from tpu_kernels.backends.torch_tpu.executor import Executor
+from tpu_kernels.backends.torch_tpu.tracing import current_purpose
 from tpu_kernels.config import settings
 from tpu_kernels.errors import DeviceError
-from tpu_kernels.registry import backend_table
+from tpu_kernels.registry import backend_table, cache_tag
+from tpu_kernels.registry.engine import current_mode
 from tpu_kernels.registry.operator import Operator
 
 _log = logging.getLogger(__name__)
@@ -61,7 +63,16 @@ def register() -> None:
             "`tpu-kernels run --torch-tpu script.py`",
         )
     backend_table.add_backend(_BACKEND)
+    cache_tag.add_source("torch_tpu", _how_programs_are_made)
     routes.register()
+
+
+def _how_programs_are_made() -> str:
+    """What TorchTPU's executables on disk depend on, and their key does not say."""
+    purpose = current_purpose()
+    plugin = cpu_plugin.active()
+    mode = current_mode()
+    return f"{plugin} {purpose.target.topology_name} {purpose.interpret} {mode}"
 
 
 _BACKEND = TorchTpu()
