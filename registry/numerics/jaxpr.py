@@ -88,8 +88,15 @@ def _rule(equation: Any) -> Callable[..., Any] | None:
         return total
 
     def passes(x: jax.Array, y: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-        terms = [multiply(a, b, *rest) for a, b in _pairs(x, y, precision)]
-        return [functools.reduce(jnp.add, terms).astype(result.dtype)]
+        *small, (a, b) = _pairs(x, y, precision)
+        total = multiply(a, b, *rest)
+        if small:
+            terms = [multiply(a, b, *rest) for a, b in small]
+            low = functools.reduce(jnp.add, terms)
+            # An infinite operand has NaN for its lower parts, and infinity x 0 is NaN; the product
+            # of the upper parts is right there.
+            total = jnp.where(jnp.isnan(low), 0.0, low) + total
+        return [total.astype(result.dtype)]
 
     return passes
 
@@ -121,5 +128,4 @@ def _cut(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The upper half of the bits, and what is left."""
     x = x.astype(jnp.float32)
     top = _top_half(x)
-    # Infinity less infinity is NaN, and would spoil what float32 has right.
-    return top, jnp.where(jnp.isfinite(x), x - top, 0.0)
+    return top, x - top

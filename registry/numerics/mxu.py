@@ -56,11 +56,15 @@ def product(
         0.333984375
         >>> torch.set_float32_matmul_precision(before)
     """
-    first, *others = _pairs(x, y, torch.get_float32_matmul_precision())
-    total = multiply(*first)
-    for pair in others:
-        total = total.add_(multiply(*pair))
-    return total
+    *small, large = _pairs(x, y, torch.get_float32_matmul_precision())
+    if not small:
+        return multiply(*large)
+    low = multiply(*small[0])
+    for pair in small[1:]:
+        low = low.add_(multiply(*pair))
+    # An infinite operand has NaN for its lower parts, and infinity x 0 is NaN; the product of the
+    # upper parts is right there.
+    return low.masked_fill_(low.isnan(), 0.0).add_(multiply(*large))
 
 
 def _pairs(
@@ -88,5 +92,4 @@ def _top_half(x: torch.Tensor) -> torch.Tensor:
 def _cut(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The upper half of the bits, and what is left."""
     top = _top_half(x)
-    # Infinity less infinity is NaN, and would spoil what float32 has right.
-    return top, torch.where(x.isfinite(), x - top, 0.0)
+    return top, x - top
