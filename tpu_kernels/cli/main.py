@@ -39,6 +39,8 @@ COMMANDS = {
     "check": "check a kernel: reference, gradients, races, bounds, edges, TPU compiler",
     "compile": "compile a kernel for TPU generations; no TPU needed",
     "overrides": "the overrides of your modules: how often used, why not; --check compares them",
+    "report": "draw a kernel on several TPUs: roofline, units, memory, pipeline; one HTML page",
+    "run": "run a program on the real TorchTPU, without a TPU (experimental)",
     "tune": "try configurations of a kernel for a target, keep the best",
     "env": "versions, devices, what works here and what is missing",
 }
