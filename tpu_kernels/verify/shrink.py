@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from tpu_kernels.errors import KernelError
-from tpu_kernels.verify.calls import GivenCall, Path, simple_tensors, snippet
+from tpu_kernels.verify.calls import GivenCall, Path, equal, simple_tensors, snippet
 from tpu_kernels.verify.passes import running
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject
 
 MOST_TRIES = 80
 _TILES = (1, 2, 8, 16, 128, 256)
+_FEW = 16  # from here on down one by one
 _NUMBER = re.compile(r"-?\b(?:\d[\w.+-]*|inf|nan)\b")
 _PLACE = re.compile(r"dimension \d+")
 _Make = Callable[[GivenCall], Subject]
@@ -144,11 +145,13 @@ def _descend(search: _Search, call: GivenCall) -> GivenCall:
                 break
         else:
             break
-    for simpler_at in _tensors(call):
-        for tensor in simple_tensors(dict(call.leaves())[simpler_at]):
-            simpler = call.replaced({simpler_at: tensor})
-            if search.over:
-                return call
+    for path, value in list(call.leaves()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        for tensor in simple_tensors(value):
+            if search.over or equal(tensor.detach(), value.detach().cpu()):
+                break
+            simpler = call.replaced({path: tensor})
             if search.fails(simpler):
                 call = simpler
                 break
@@ -186,6 +189,8 @@ def _sizes(call: GivenCall) -> list[tuple[tuple[Path, int | None], int]]:
 def _steps(size: int, blocks: Sequence[int]) -> list[int]:
     """Smaller sizes to try in place of one: small ones, whole and overhanging blocks, halves."""
     near = [step for block in blocks for step in (block, block + 1, 2 * block)]
+    if size <= _FEW:
+        near.append(size - 1)
     return sorted({step for step in (*_TILES, *near, size // 2) if 0 < step < size})
 
 
@@ -218,7 +223,3 @@ def _simpler(value: Any) -> list[Any]:
     if isinstance(value, float):
         return [v for v in (0.0, 1.0, float(round(value))) if abs(v) < abs(value)]
     return []
-
-
-def _tensors(call: GivenCall) -> list[Path]:
-    return [path for path, value in call.leaves() if isinstance(value, torch.Tensor)]
