@@ -16,6 +16,7 @@ from tpu_kernels import backends
 
 backends.ready()  # the operators' implementations, before the operators
 
+from tpu_kernels.ops.attention import attention, attention_backward  # noqa: E402
 from tpu_kernels.ops.matmul import bmm, matmul  # noqa: E402
 
-__all__ = ["bmm", "matmul"]
+__all__ = ["attention", "attention_backward", "bmm", "matmul"]
