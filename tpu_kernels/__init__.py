@@ -52,10 +52,11 @@ if TYPE_CHECKING:
     from tpu_kernels.tuning import TuningCache, autotune, cache_key, select
     from tpu_kernels.verify.check import check
     from tpu_kernels.verify.compiling import compile
+    from tpu_kernels.verify.pictures import report
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("integrations", "ops")
+_PACKAGES = ("integrations", "ops", "testing")
 
 _WHERE = {
     "Decline": "tpu_kernels.registry.overrides",
@@ -71,6 +72,7 @@ _WHERE = {
     "override": "tpu_kernels.registry.overrides",
     "override_debug": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
+    "report": "tpu_kernels.verify.pictures",
     "save_bundle": "tpu_kernels.registry.bundle",
     "select": "tpu_kernels.tuning",
     "tpu_kernel": "tpu_kernels.registry.decorator",
@@ -106,6 +108,7 @@ __all__ = [
     "override",
     "override_debug",
     "overrides",
+    "report",
     "save_bundle",
     "select",
     "tpu_kernel",

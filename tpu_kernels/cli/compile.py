@@ -67,13 +67,13 @@ def run(options: argparse.Namespace, output: Output) -> bool:
         dump=options.dump,
         **kwargs,
     )
-    _require_a_verdict(reports)
+    require_a_verdict(reports)
     output.document({"ok": reports.ok, "reports": reports.to_dict()})
     _print(reports, output)
     return reports.ok
 
 
-def _require_a_verdict(reports: CompileReports) -> None:
+def require_a_verdict(reports: CompileReports) -> None:
     """A machine without the compiler has answered nothing: that is not a no."""
     for report in reports.values():
         if report.status == "unavailable":

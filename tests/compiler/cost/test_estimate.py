@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from tpu_kernels.compiler import chips, compile_function
+from tpu_kernels.compiler.artifacts import Allocation, vmem_allocations
 from tpu_kernels.compiler.cost.calibration import calibration, fitted_for
 from tpu_kernels.compiler.cost.estimate import COPIES_NAME, estimate
 from tpu_kernels.compiler.cost.figures import ModuleEstimate
 from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
 from tpu_kernels.compiler.cost.selftest import selftest
+from tpu_kernels.compiler.cost.timeline import step_ends
 from tpu_kernels.errors import ArgumentError
 
 LISTINGS = Path(__file__).with_name("listings")
@@ -182,3 +185,84 @@ def test_reports_carry_the_estimate_and_its_scalars() -> None:
 @pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
 def test_the_installed_compiler_is_understood(chip: str) -> None:
     assert selftest(chip) == []
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[Path]:
+    """Files of a function with a Pallas kernel and an addition in a loop of 200, and a tanh."""
+    texts = json.loads(gzip.decompress((LISTINGS / "program.v6e.json.gz").read_bytes()))
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return sorted(tmp_path.iterdir())
+
+
+def test_a_whole_function_is_told_apart_into_kernels_and_what_xla_made(
+    program: list[Path],
+) -> None:
+    found = estimate(program, chips()["v6e"], libtpu_version=fitted_for())
+    kernels = {kernel.name: kernel for kernel in found.kernels}
+    assert {name: kernel.kind for name, kernel in kernels.items()} == {
+        "scaled.3": "pallas",
+        "broadcast_add_fusion.2": "xla",
+        "tanh.1": "xla",
+        COPIES_NAME: "copies",
+    }
+    # The loop around the first two is skipped through and counts in full.
+    assert [kernels[name].count for name in ("scaled.3", "broadcast_add_fusion.2")] == [200, 200]
+    assert kernels["tanh.1"].op_name.endswith("tanh")
+    assert sum(found.parts.values()) == pytest.approx(found.us)
+    assert found.parts["pallas"] == pytest.approx(200 * kernels["scaled.3"].us)
+    assert (found.unknown, found.guessed_us, found.confidence) == ((), 0.0, "simulated")
+    assert "Pallas kernels 9" in found.text
+
+
+def test_what_has_no_listing_is_named_and_lowers_the_confidence(program: list[Path]) -> None:
+    rest = [file for file in program if not file.name.startswith("tanh")]
+    found = estimate(rest, chips()["v6e"], libtpu_version=fitted_for())
+    assert found.unknown == ("tanh.1",)
+    assert found.confidence == "approximate"
+    assert "of unknown time: tanh.1" in found.text
+
+
+def test_vector_memory_is_told_buffer_by_buffer(program: list[Path]) -> None:
+    found = estimate(program, chips()["v6e"])
+    tanh = next(kernel for kernel in found.kernels if kernel.name == "tanh.1")
+    assert tanh.vmem_bytes is not None
+    assert sum(each.bytes for each in tanh.allocations) == tanh.vmem_bytes
+    report = 'DATA = {"hlo_breakdowns": {"k": {"total_size": 80, "blocks": [{"block_size": 80, '
+    report += '"block_type": "SCOPED", "allocations": [{"size": 64, "tag": "input window '
+    report += "allocation for operator input 3. The window shape is bf16[2,8], while the full "
+    report += 'shape is bf16[9,8]. This allocation has 2 buffering levels."}]}]}}}'
+    window, rest = vmem_allocations(report)["k"][1]
+    assert window == Allocation("input", "input 3", "bf16[2,8]", 2, 64)
+    assert (rest.role, rest.bytes) == ("other", 16)
+    assert vmem_allocations("no report") == {}
+
+
+def test_copies_of_the_program_run_beside_its_kernels(dump: Dump) -> None:
+    chip = chips()["tpu7x"]
+    alone = {k.name: k for k in estimate(dump(TLP="matmul.tpu7x.top", x="add.v6e"), chip).kernels}
+    beside = dump(TLP="matmul.tpu7x.top", matmul="matmul.tpu7x")
+    # The same copies, some of them while the product runs.
+    assert estimate(beside, chip).parts["copies"] <= alone[COPIES_NAME].us
+
+
+def test_a_timeline_holds_the_first_and_the_last_steps(dump: Dump) -> None:
+    (kernel,) = estimate(dump(matmul="matmul.v5e"), chips()["v5e"]).kernels
+    timeline = kernel.timeline
+    assert timeline is not None
+    # 4 x 4 x 4 grid steps, and two more in which the pipeline fills and drains.
+    assert timeline.total_steps == 66
+    assert [number for number, _ in timeline.steps] == [0, 1, 2, 3, 4, 5, 62, 63, 64, 65]
+    starts = [at for _, at in timeline.steps]
+    assert starts == sorted(starts)
+    assert 0 <= starts[0] < starts[-1] < timeline.cycles == kernel.cycles
+    assert step_ends(timeline)[0] == starts[1]
+    assert math.isnan(step_ends(timeline)[5])
+    assert step_ends(timeline)[-1] == timeline.cycles
+    for copy in timeline.transfers:
+        assert 0 <= copy.issued <= copy.begins < copy.arrives <= timeline.cycles
+    kinds = {copy.direction for copy in timeline.transfers}
+    assert kinds == {"hbm->vmem", "vmem->hbm"}
+    assert all(0 <= start < end <= timeline.cycles for start, end in timeline.waits)
+    assert sum(end - start for start, end in timeline.waits) <= kernel.dma_stall
