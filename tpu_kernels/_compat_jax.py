@@ -155,13 +155,13 @@ def export_for_tpu(function: Any, avals: Sequence[Any], *, x64: bool) -> Any:
         return export.export(jitted, platforms=["tpu"], disabled_checks=allowed)(*avals)
 
 
-def module_text(text: str, *, locations: bool) -> str:
-    """MLIR text of a StableHLO module with or without source locations."""
+def parse_module(text: str) -> Any:
+    """An MLIR module from StableHLO text, in a context that knows JAX's dialects."""
     from jax._src.interpreters import mlir
     from jax.extend.mlir import ir
 
     with mlir.make_ir_context():
-        return str(ir.Module.parse(text).operation.get_asm(enable_debug_info=locations))
+        return ir.Module.parse(text)
 
 
 # --- Call path
@@ -417,10 +417,15 @@ def replace_equations(jaxpr: Any, rule: Callable[[Any], Callable[..., Any] | Non
 def _with_inner(eqn: Any, rule: Callable[[Any], Any]) -> Any:
     def changed(value: Any) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)([changed(item) for item in value]) if type(value) in (
-                tuple,
-                list,
-            ) else value
+            return (
+                type(value)([changed(item) for item in value])
+                if type(value)
+                in (
+                    tuple,
+                    list,
+                )
+                else value
+            )
         closed = hasattr(getattr(value, "jaxpr", None), "eqns")
         return replace_equations(value, rule) if closed or hasattr(value, "eqns") else value
 

@@ -7,11 +7,12 @@ which of them a release has moved.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PRIVATE_NAMES = (
@@ -23,9 +24,10 @@ PRIVATE_NAMES = (
     "torch_tpu._internal.precision.precision_impl:_get_precision",
     "torch_tpu._internal.precision.precision_impl:Precision",
     "torch_tpu._internal.utils.hardware:get_tpu_device_name",
-    "torch_tpu._internal.execution_mode:eager_mode",
-    "torch_tpu._internal.execution_mode:set_eager_mode",
-    "torch_tpu._internal.execution_mode:EagerMode._INTERNAL_COMPILE_FX_GRAPH",
+    "torch_tpu._internal.execution_mode.execution_mode_impl:_get_eager_mode",
+    "torch_tpu._internal.execution_mode.execution_mode_impl:_push_eager_mode",
+    "torch_tpu._internal.execution_mode.execution_mode_impl:_pop_eager_mode",
+    "torch_tpu._internal.execution_mode.execution_mode_impl:_EagerMode.INTERNAL_COMPILE_FX_GRAPH",
     "torch_tpu._internal.compile.tpu_torch_compile:placeholder_like",
     "torch_tpu._internal.compile.tpu_torch_compile:build_mlir",
     "torch_tpu._internal.compile.tpu_torch_compile:serialize_mlir_text",
@@ -106,8 +108,15 @@ def why_no_fast_calls() -> str | None:
 
 def is_tracing() -> bool:
     """Return whether operations of this thread are recorded for a module instead of run."""
-    mode = importlib.import_module("torch_tpu._internal.execution_mode")
-    return bool(mode.eager_mode == mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH)
+    mode = _execution_mode()
+    return bool(mode._get_eager_mode() == mode._EagerMode.INTERNAL_COMPILE_FX_GRAPH)
+
+
+@functools.cache
+def _execution_mode() -> Any:
+    # Below the public `torch.tpu.set_eager_mode`, which warns at each use and has no name for the
+    # mode of graphs.
+    return importlib.import_module("torch_tpu._internal.execution_mode.execution_mode_impl")
 
 
 def precision() -> str:
@@ -123,13 +132,15 @@ def precision() -> str:
 # Lowering without compiling or running.
 
 
-def tracing_mode() -> AbstractContextManager[None]:
-    """Return a context in which operations are recorded for one StableHLO module."""
-    mode = importlib.import_module("torch_tpu._internal.execution_mode")
-    scope: AbstractContextManager[None] = mode.set_eager_mode(
-        mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
-    )
-    return scope
+@contextlib.contextmanager
+def tracing_mode() -> Iterator[None]:
+    """Provide a scope in which operations are recorded for one StableHLO module."""
+    mode = _execution_mode()
+    mode._push_eager_mode(mode._EagerMode.INTERNAL_COMPILE_FX_GRAPH)
+    try:
+        yield
+    finally:
+        mode._pop_eager_mode()
 
 
 def placeholder_like(tensor: Any) -> Any:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,10 +23,13 @@ from tpu_kernels.compiler.result_cache import ResultCache
 from tpu_kernels.compiler.versions import jax_version, libtpu_version, why_unavailable
 from tpu_kernels.config import settings
 
+if TYPE_CHECKING:
+    from tpu_kernels.compiler.lowering import Program
+
 _HLO_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FIGURES = (
     *("seconds", "lowering_seconds", "code_bytes", "vmem_bytes", "bundles", "spills"),
-    *("hbm_argument_bytes", "hbm_output_bytes", "hbm_temp_bytes"),
+    *("hbm_argument_bytes", "hbm_output_bytes", "hbm_temp_bytes", "flops", "hbm_traffic_bytes"),
 )
 
 
@@ -49,6 +52,7 @@ class Request:
         concrete: Values of integer arguments by position, for the estimate of kernels that they
             steer.
         estimate: Whether to estimate the time on the chip.
+        program: The lowered program, if somebody else lowered it; then `fn` is not called.
     """
 
     fn: Callable[..., Any]
@@ -64,6 +68,7 @@ class Request:
     options: Mapping[str, str] = field(default_factory=dict)
     concrete: Mapping[int, np.ndarray] = field(default_factory=dict)
     estimate: bool = True
+    program: Program | None = None
 
 
 def compile_function(
@@ -177,7 +182,9 @@ def _prepare(request: Request) -> tuple[CompileReport | None, _Lowered, Job | No
             return None, _Lowered(), _function_job(request, payload)
     try:
         with _lowering_lock:
-            program = lowering.lower(request.fn, request.avals, request.target, request.concrete)
+            program = request.program or lowering.lower(
+                request.fn, request.avals, request.target, request.concrete
+            )
     except Exception as error:
         result = jobs.failure("lower", error)
         return _report(request, _Lowered(), result), _Lowered(), None

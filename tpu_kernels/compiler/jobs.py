@@ -118,6 +118,7 @@ def _compile(
             "hbm_output_bytes": memory.output_size_in_bytes,
             "hbm_temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
+            **_counts(executable),
             **artifacts.figures(artifacts.listing(dump) - before),
             "estimate": _estimate(artifacts.listing(dump) - before, job, scalars, memory),
         }
@@ -128,6 +129,13 @@ def _compile(
         if job.get("dump"):
             artifacts.copy(files, Path(job["dump"]))
         artifacts.remove(files)
+
+
+def _counts(executable: Any) -> dict[str, float]:
+    """XLA's own count of the work; negative where it does not know a Pallas call's."""
+    analysis = executable.cost_analysis() or {}
+    counts = {"flops": "flops", "hbm_traffic_bytes": "bytes accessed"}
+    return {name: analysis[key] for name, key in counts.items() if analysis.get(key, -1) >= 0}
 
 
 def _estimate(

@@ -131,6 +131,35 @@ def lower(
     )
 
 
+def program_of_text(text: str, target: Target, seconds: float = 0.0) -> Program:
+    """Take a StableHLO module that somebody else lowered.
+
+    Args:
+        text: StableHLO, with source locations if they are known.
+        target: What it was lowered for.
+        seconds: Time that this took.
+
+    Returns:
+        The program.
+
+    Example:
+        >>> from tpu_kernels.compiler.chips import resolve
+        >>> text = "module @f { func.func @main(%x: tensor<8xf32>) -> tensor<8xf32>"
+        >>> program_of_text(text + " { return %x : tensor<8xf32> } }", resolve("v6e")).kernels
+        ()
+    """
+    module = _compat_jax.parse_module(text)
+    bare = _BODY.sub(_digest_of_body, str(module.operation.get_asm(enable_debug_info=False)))
+    return Program(
+        text=text,
+        target=target,
+        kernels=tuple(_kernels(module)),
+        digest=_digest(bare),
+        place_digest=_digest(text),
+        seconds=seconds,
+    )
+
+
 @contextlib.contextmanager
 def target_scope(target: Target) -> Iterator[None]:
     """A scope in which a kernel that is traced and asks for its TPU sees the target's figures."""

@@ -44,6 +44,9 @@ class CompileReport:
         vmem_limit_bytes: What it may allocate at most, where a message of the compiler names it.
         bundles: Instruction bundles (VLIW) in the generated code, each counted once.
         spills: Vector registers that the compiler had to store to VMEM and load again, in stores.
+        flops: Floating-point operations by XLA's count. Of a Pallas kernel it counts what its
+            ``cost_estimate`` says, else nothing.
+        hbm_traffic_bytes: Bytes that XLA counts as moved to and from HBM, Pallas kernels likewise.
         estimate: Estimated time on the chip, by kernel; None unless the program compiles.
         error: What is wrong in plain words, None if nothing is.
         where: ``file:line`` in the author's source that the error belongs to.
@@ -68,6 +71,8 @@ class CompileReport:
     vmem_limit_bytes: int | None = None
     bundles: int | None = None
     spills: int | None = None
+    flops: float | None = None
+    hbm_traffic_bytes: float | None = None
     estimate: ModuleEstimate | None = None
     error: str | None = None
     where: str | None = None
@@ -127,6 +132,11 @@ class CompileReport:
             if self.spills:
                 code += f", {self.spills} register spills"
             lines.append(code)
+        if self.flops:
+            traffic = (
+                f", {mib(int(self.hbm_traffic_bytes))} moved" if self.hbm_traffic_bytes else ""
+            )
+            lines.append(f"XLA counts {self.flops / 1e9:.3g} GFLOP{traffic}")
         if self.estimate is not None:
             lines.extend(self.estimate.text.splitlines())
         return lines

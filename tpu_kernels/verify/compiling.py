@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from tpu_kernels.compiler import (
 from tpu_kernels.dsl import dtypes, source
 from tpu_kernels.errors import ArgumentError, DTypeError
 from tpu_kernels.registry.kernel import Kernel
+
+Via = Literal["jax", "torch_tpu"]
 
 _STEERING_ELEMENTS = 1 << 20  # of an integer argument; larger ones are data
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -54,6 +57,7 @@ def compile(
     target: str | Target = ...,
     *,
     config: Mapping[str, Any] | None = ...,
+    via: Via = ...,
     timeout_s: float = ...,
     cache: bool = ...,
     dump: str | Path | None = ...,
@@ -68,6 +72,7 @@ def compile(
     target: Sequence[str | Target],
     *,
     config: Mapping[str, Any] | None = ...,
+    via: Via = ...,
     timeout_s: float = ...,
     cache: bool = ...,
     dump: str | Path | None = ...,
@@ -81,6 +86,7 @@ def compile(
     target: str | Target | Sequence[str | Target] = "v6e",
     *,
     config: Mapping[str, Any] | None = None,
+    via: Via = "jax",
     timeout_s: float = 600.0,
     cache: bool = True,
     dump: str | Path | None = None,
@@ -89,12 +95,16 @@ def compile(
     """Compile a kernel or a JAX function with the real TPU compiler; no TPU is needed.
 
     Args:
-        kernel: A registered kernel, or any JAX function.
+        kernel: A registered kernel, or any JAX function. With ``via="torch_tpu"`` a
+            `torch.nn.Module`, or a function of torch tensors that reads nothing but its arguments.
         args: Its arguments: torch tensors on any device, JAX or NumPy arrays,
             `jax.ShapeDtypeStruct`, and scalars. Of tensors and arrays only shape and dtype count.
         target: A chip (``"v6e"``), a chip with topology (``"v6e:2x2"``), or a sequence of them;
             several are compiled in parallel.
         config: Tunable parameters; by default the kernel's own choice.
+        via: Who lowers the program: ``"jax"``, or ``"torch_tpu"`` for the program that the real
+            TorchTPU would send to the chip (experimental; in a process started by ``tpu-kernels
+            run --torch-tpu``, or on a machine with a TPU).
         timeout_s: Seconds that the compiler may take for one target.
         cache: Look results up on disk first, and keep them there.
         dump: Folder to write StableHLO, Mosaic and LLO texts to, one subfolder for each of several
@@ -107,6 +117,7 @@ def compile(
     Raises:
         ConfigError: If a target is unknown.
         ArgumentError: If the arguments do not fit the kernel.
+        DeviceError: If TorchTPU is to lower the program and does not own the device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,12 +131,18 @@ def compile(
         targets = [resolve(each) for each in target]
         if not targets:
             raise ArgumentError("no target to compile for", hint="name one, such as 'v6e'")
-    program = traceable(kernel, tuple(args), config, kwargs)
+    if via not in ("jax", "torch_tpu"):
+        raise ArgumentError(f"compile: via={via!r} is neither 'jax' nor 'torch_tpu'")
     requests = []
+    program = traceable(kernel, tuple(args), config, kwargs) if via == "jax" else None
     for each in targets:
         folder = None if dump is None else Path(dump)
         if folder is not None and len(targets) > 1:
             folder = folder / each.topology_name.replace(":", "-")
+        if program is None:
+            request = _by_torch_tpu(kernel, args, kwargs, each, config)
+            requests.append(replace(request, timeout_s=timeout_s, cache=cache, dump=folder))
+            continue
         request = Request(
             fn=program.function_for(each),
             avals=program.avals,
@@ -142,6 +159,29 @@ def compile(
     if isinstance(target, (str, Target)):
         return done[0]
     return CompileReports({each.name: done[index] for index, each in enumerate(targets)})
+
+
+def _by_torch_tpu(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Target,
+    config: Mapping[str, Any] | None,
+) -> Request:
+    """The program that TorchTPU makes of torch code."""
+    if config is not None:
+        raise ArgumentError(
+            "compile: config= is for a kernel, and via='torch_tpu' compiles torch code",
+            hint="pass the configuration where the code calls the kernel",
+        )
+    from tpu_kernels.backends.torch_tpu import stablehlo
+    from tpu_kernels.compiler.lowering import program_of_text
+
+    started = time.perf_counter()
+    text = stablehlo.lower(function, args, kwargs, target)
+    program = program_of_text(text, target, time.perf_counter() - started)
+    name, where = stablehlo.name_of(function), stablehlo.place_of(function)
+    return Request(fn=function, avals=(), target=target, name=name, where=where, program=program)
 
 
 def traceable(
@@ -199,7 +239,8 @@ def _aval(leaf: Any, what: str) -> Any:
                 f"{what} is {leaf.dtype}, which JAX would silently narrow to 32 bits",
                 hint="convert it, or enable 64-bit types in JAX (jax_enable_x64)",
             )
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), dtypes.to_jax(leaf.dtype))
+        shape = dtypes.array_shape(leaf.shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(shape, dtypes.to_jax(leaf.dtype))
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     return None

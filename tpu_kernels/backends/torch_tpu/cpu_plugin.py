@@ -23,7 +23,7 @@ import platform
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ KNOWN_PLUGINS = (
 # Set before the frameworks read them. TorchTPU parses XLA_FLAGS itself and ends the process at a
 # flag that it does not know; this one it does. Without it XLA:CPU ends the process at a cumsum.
 _XLA_FLAG = "--xla_disable_hlo_passes=associative-scan-rewriter"
+_READ_ONCE = ("XLA_FLAGS", "TPU_LIBRARY_PATH")
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "TPU_SKIP_MDS_QUERY": "1"}
 
 _lock = threading.Lock()
@@ -140,11 +141,17 @@ def activate(*, math_sdpa: bool = True) -> Plugin:
         if _active is not None:
             return _active
         plugin = _checked()
-        _set_environment(plugin)
         from tpu_kernels.backends.torch_tpu import pjrt_api, plugin_patch
 
-        plugin_patch.patch(pjrt_api.PjrtApi(str(plugin.path)))
-        _load(plugin)
+        before = {name: os.environ.get(name) for name in _READ_ONCE}
+        _set_environment(plugin)
+        try:
+            plugin_patch.patch(pjrt_api.PjrtApi(str(plugin.path)))
+            _load(plugin)
+        finally:
+            # They are about this process's plug-in: a child that compiles for a TPU, and JAX here,
+            # must not see them.
+            _restore(before)
         if math_sdpa:
             import torch
 
@@ -203,8 +210,18 @@ def _load(plugin: Plugin) -> None:
             importlib.import_module("torch_tpu")
         os.environ["TPU_LIBRARY_PATH"] = str(plugin.path)
         compat.claim_device()
-    # Not about the user's program: that these flags are experimental is in the documentation.
-    warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/ExperimentalApi/> the XLA_FLAGS")
+        import torch
+
+        # The device starts with its first use, and XLA reads its flags with the first program.
+        torch.ones(1, device=detection.DEVICE).cumsum(0).cpu()
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager

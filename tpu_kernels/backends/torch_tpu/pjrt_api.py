@@ -1,4 +1,4 @@
-"""The PJRT C API as a table of function pointers: calling it, and changing it in memory.
+"""The PJRT C API as a table of function pointers that can be changed in memory.
 
 PJRT is the interface between a framework and an XLA compiler with its device (libtpu is one such
 plug-in). Its functions take one pointer to a struct that starts with its size and an extension
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import Any
 
-from tpu_kernels.errors import CompileError, DeviceError
+from tpu_kernels.errors import DeviceError
 
 # PJRT_Api: size_t struct_size; PJRT_Extension_Base* extension_start; then the version struct
 # {size_t size; void* extension; int major; int minor}; then the functions.
@@ -20,23 +19,12 @@ _EXTENSION = 8
 _MINOR = 36
 _FUNCTIONS = 40
 INDEX = {
-    "Error_Destroy": 0,
-    "Error_Message": 1,
-    "Plugin_Initialize": 3,
     "Client_Create": 10,
     "Client_PlatformName": 12,
-    "Executable_Destroy": 40,
     "Executable_NumOutputs": 44,
-    "Executable_GetCostAnalysis": 46,
     "Executable_OutputMemoryKinds": 47,
-    "TopologyDescription_Create": 82,
-    "TopologyDescription_Destroy": 83,
-    "Compile": 89,
-    "Executable_GetCompiledMemoryStats": 96,
 }
 """Positions in the function table of what is used here."""
-
-_Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def word(address: int) -> ctypes.c_uint64:
@@ -95,50 +83,3 @@ class PjrtApi:
                 f"the plug-in's function table cannot be changed (errno {ctypes.get_errno()})",
                 hint="a hardened kernel forbids it; use another machine",
             )
-
-    def call(self, name: str, *fields: int, results: int = 0) -> list[int]:
-        """Call a function.
-
-        Args:
-            name: Its name, without ``PJRT_``.
-            *fields: The 64-bit fields of its struct after size and extension.
-            results: Number of 64-bit fields after those, which it fills in.
-
-        Returns:
-            All words of the struct after the call.
-
-        Raises:
-            CompileError: The plug-in reported an error; has its text.
-        """
-        count = 2 + len(fields) + results
-        struct = (ctypes.c_uint64 * count)(8 * count, 0, *fields, *([0] * results))
-        error = _Function(self.slot(name).value)(ctypes.addressof(struct))
-        if error:
-            message = (ctypes.c_uint64 * 5)(40, 0, error, 0, 0)
-            _Function(self.slot("Error_Message").value)(ctypes.addressof(message))
-            text = ctypes.string_at(message[3], message[4]).decode(errors="replace")
-            destroy = (ctypes.c_uint64 * 3)(24, 0, error)
-            _Function(self.slot("Error_Destroy").value)(ctypes.addressof(destroy))
-            raise CompileError(text)
-        return list(struct)
-
-
-def named_values(address: int, count: int) -> dict[str, Any]:
-    """Read an array of ``PJRT_NamedValue`` (56 bytes each)."""
-    return dict(_named_value(address + 56 * index) for index in range(count))
-
-
-def _named_value(address: int) -> tuple[str, Any]:
-    name = ctypes.string_at(word(address + 16).value, word(address + 24).value).decode()
-    kind = word(address + 32).value & 0xFFFFFFFF
-    value: Any = None
-    if kind == 0:  # a string: pointer and length
-        text = ctypes.string_at(word(address + 40).value, word(address + 48).value)
-        value = text.decode(errors="replace")
-    elif kind == 1:
-        value = ctypes.c_int64.from_address(address + 40).value
-    elif kind == 3:
-        value = ctypes.c_float.from_address(address + 40).value
-    elif kind == 4:
-        value = bool(word(address + 40).value & 1)
-    return name, value

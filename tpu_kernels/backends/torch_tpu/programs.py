@@ -60,7 +60,8 @@ def fast(
     with target_scope(target):
         exported = _compat_jax.export_for_tpu(function, avals, x64=x64)
     # Without source locations: moving a kernel in its file must not compile it again.
-    text = _compat_jax.module_text(exported.mlir_module(), locations=False)
+    module = _compat_jax.parse_module(exported.mlir_module())
+    text = str(module.operation.get_asm(enable_debug_info=False))
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     register, _, call = compat.kernel_functions()
     kernel = f"tpu_kernels::{name}"
