@@ -18,7 +18,7 @@ from tpu_kernels.cli.argspec import (
     parse_choices,
     parse_config,
     parse_value,
-    random_tensor,
+    random_tensors,
     split_commas,
 )
 from tpu_kernels.errors import ArgumentError
@@ -59,7 +59,7 @@ def test_commas_inside_brackets_do_not_split(items: list[str]) -> None:
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES.values())))
 def test_every_dtype_exists_in_torch_and_makes_tensors(dtype: str) -> None:
     spec = TensorSpec(dtype, (2, 3))
-    for tensor in (empty_tensor(spec), random_tensor(spec)):
+    for tensor in (empty_tensor(spec), random_tensors()(spec)):
         assert tensor.shape == (2, 3)
         assert tensor.dtype == getattr(torch, dtype)
 

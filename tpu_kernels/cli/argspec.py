@@ -195,7 +195,7 @@ def materialize(value: Any, make: Callable[[TensorSpec], torch.Tensor]) -> Any:
 
     Args:
         value: What `parse_value` returned.
-        make: Makes the tensor of a spec: `empty_tensor` or `random_tensor`.
+        make: Makes the tensor of a spec: `empty_tensor`, or what `random_tensors` returns.
 
     Returns:
         The value, with lists kept as lists.
@@ -214,14 +214,27 @@ def empty_tensor(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
-def random_tensor(spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor of normal random values; zeros for integers, which are often indices."""
+def random_tensors() -> Callable[[TensorSpec], torch.Tensor]:
+    """Return a maker of tensors with normal random values, the same in every process.
+
+    Integers, which are often indices, are zeros.
+
+    Example:
+        >>> spec = TensorSpec("float32", (3,))
+        >>> bool((random_tensors()(spec) == random_tensors()(spec)).all())
+        True
+    """
     import torch
 
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(spec.shape).to(dtype)
-    return torch.zeros(spec.shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def make(spec: TensorSpec) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(spec.shape, generator=generator).to(dtype)
+        return torch.zeros(spec.shape, dtype=dtype)
+
+    return make
 
 
 def _dtype(name: str, text: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tpu_kernels.cli.argspec import parse_config, random_tensor
+from tpu_kernels.cli.argspec import parse_config, random_tensors
 from tpu_kernels.cli.arguments import add_call_arguments, call_arguments, targets
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
+from tpu_kernels.cli.memo import Memo, Recorder
 from tpu_kernels.cli.output import Output, output_path
 from tpu_kernels.errors import MissingDependency
 
@@ -50,22 +51,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time limit of a run in another process, and of a compilation (default: %(default)s)",
     )
+    parser.add_argument(
+        "--shrink-s",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="where a pass that runs the kernel fails, time to look for the smallest call that "
+        "fails in the same way; 0 for none (default: %(default)s)",
+    )
     parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
     add_import_option(parser)
 
 
 def run(options: argparse.Namespace, output: Output) -> bool:
     """Check and print; False if something fails."""
+    words = {name: value for name, value in vars(options).items() if name not in ("run", "json")}
+    memo = Memo("check", words)
+    if not options.no_cache and memo.repeat(output):
+        return True
+    recorder = Recorder(output)
+    with memo.watch():
+        ok = _checked(options, recorder)
+    if ok:  # what failed may have failed for want of time, and is about to be changed
+        memo.keep(recorder)
+    return ok
+
+
+def _checked(options: argparse.Namespace, output: Output) -> bool:
     from tpu_kernels.verify.check import check
 
     kernel = find_kernel(options.kernel, options.imports)
-    args, kwargs = call_arguments(options.arguments, random_tensor)
+    args, kwargs = call_arguments(options.arguments, random_tensors())
     chips = targets(options.target)
     common = {
         "config": parse_config(options.config) or None,
         "passes": targets(options.passes) or None,
         "timeout_s": options.timeout_s,
         "cache": not options.no_cache,
+        "shrink_s": options.shrink_s,
         **kwargs,
     }
     if chips:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tpu_kernels.cli.argspec import parse_choices, random_tensor
+from tpu_kernels.cli.argspec import parse_choices, random_tensors
 from tpu_kernels.cli.arguments import (
     add_call_arguments,
     add_target_option,
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     from tpu_kernels.tuning import autotune
 
     kernel = find_kernel(options.kernel, options.imports)
-    args, kwargs = call_arguments(options.arguments, random_tensor)
+    args, kwargs = call_arguments(options.arguments, random_tensors())
     limits = {"timeout_s": options.timeout_s, "budget_s": options.budget_s}
     reports = []
     for target in targets(options.target):
