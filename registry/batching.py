@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpu_kernels import _compat_torch
-from tpu_kernels.dsl.spec import ReturnKind
+from tpu_kernels.dsl import dtypes
+from tpu_kernels.dsl.spec import Parameter, ReturnKind
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.layout import fill
@@ -55,6 +56,7 @@ class Batching:
                 f"kernel {definition.kernel!r} writes to its arguments and cannot be vmapped",
                 where=definition.where,
             )
+        arguments, in_dims = _unpackable(definition.parameters, arguments, in_dims)
         flat_dims: list[int | None] = []
         for p, argument, dim in zip(definition.parameters, arguments, in_dims, strict=True):
             if not p.kind.is_tensor or argument is None:
@@ -95,6 +97,33 @@ class Batching:
         name = f"{base.name}__vmap{len(self._children)}"
         operator = derived_operator(self.operator, name, (), base.returns, program)
         return operator, Autograd(operator, "jax"), Batching(operator)
+
+
+def _unpackable(
+    parameters: Sequence[Parameter], arguments: Sequence[Any], in_dims: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The arguments with no batch in the dimension along which values are packed."""
+
+    def move(tensor: Any, dim: int | None) -> tuple[Any, int | None]:
+        if tensor is None or dim != tensor.ndim - 1 or tensor.dtype not in dtypes.PACKED:
+            return tensor, dim
+        return tensor.movedim(dim, 0), 0
+
+    moved, dims = [], []
+    for p, argument, dim in zip(parameters, arguments, in_dims, strict=True):
+        if not p.kind.is_tensor or argument is None:
+            moved.append(argument)
+            dims.append(dim)
+        elif isinstance(argument, (list, tuple)):
+            each = dim if isinstance(dim, (list, tuple)) else [dim] * len(argument)
+            pairs = [move(a, d) for a, d in zip(argument, each, strict=True)]
+            moved.append([a for a, _ in pairs])
+            dims.append([d for _, d in pairs])
+        else:
+            argument, dim = move(argument, dim)
+            moved.append(argument)
+            dims.append(dim)
+    return moved, dims
 
 
 def _batched_body(

@@ -56,15 +56,19 @@ def _vjp(
 
 def _residual_positions(vjp: Any, known: Sequence[Any]) -> tuple[list[Any], Any, list[int]]:
     """Leaves of a vjp closure, its tree, and which leaves are neither inputs nor constants of the
-    trace."""
+    trace, and can be tensors."""
     import jax
+
+    from tpu_kernels.dsl.dtypes import can_leave
 
     leaves, tree = jax.tree_util.tree_flatten(vjp)
     inputs = {id(x) for x in known}
     positions = [
         i
         for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.core.Tracer) and id(leaf) not in inputs
+        if isinstance(leaf, jax.core.Tracer)
+        and id(leaf) not in inputs
+        and can_leave(leaf.shape, leaf.dtype)
     ]
     return leaves, tree, positions
 

@@ -247,6 +247,13 @@ class Operator:
                     hint="view it as another dtype of the same width, for example "
                     ".view(torch.uint8)",
                 )
+            if dtype in dtypes.PACKED and not tensor.shape:
+                raise DTypeError(
+                    f"kernel {definition.kernel!r}: argument {name!r} is {dtype} without a "
+                    "dimension, so that it is no array of single values",
+                    where=definition.where,
+                    hint=f"pass {name}.reshape(1)",
+                )
             if dtype in dtypes.WIDE and not self.takes(dtype):
                 narrow = "int32" if not (dtype.is_floating_point or dtype.is_complex) else "float32"
                 raise DTypeError(
@@ -302,7 +309,10 @@ class Operator:
 
         return Call(
             layout,
-            tuple(jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas),
+            tuple(
+                jax.ShapeDtypeStruct(dtypes.array_shape(m.shape, m.dtype), dtypes.to_jax(m.dtype))
+                for m in metas
+            ),
         )
 
     def jax_function(self, call: Call, engine: Engine) -> Callable[..., tuple[Any, ...]]:

@@ -19,7 +19,7 @@ import torch
 
 from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
-from tpu_kernels.errors import KernelError, TraceError
+from tpu_kernels.errors import DTypeError, KernelError, TraceError
 from tpu_kernels.registry import dimexpr
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.layout import Layout, split
@@ -110,7 +110,12 @@ class ShapeRule:
         program = operator.jax_function(call, engine)
         with jax.enable_x64(engine.x64):
             slots = jax.eval_shape(program, *operator.abstract_arguments(call))
-        return [_meta(slot, narrow_floats=narrowed) for slot in slots]
+        try:
+            return [_meta(slot, narrow_floats=narrowed) for slot in slots]
+        except DTypeError as error:
+            where = operator.definition.where
+            problem = f"kernel {operator.definition.kernel!r}, a result: {error.problem}"
+            raise DTypeError(problem, where=where, hint=error.hint) from error
 
     def _zero_sized(self, layout: Layout, metas: Sequence[Meta]) -> list[Any] | None:
         """The slots of sizes with zeros: traced with a variable in place of each zero, then
@@ -216,4 +221,5 @@ def _meta(slot: Any, *, narrow_floats: bool) -> Any:
     if isinstance(slot, (list, tuple)):
         return [_meta(s, narrow_floats=narrow_floats) for s in slot]
     dtype = dtypes.to_torch(slot.dtype)
-    return Meta(tuple(slot.shape), _NARROW_FLOATS.get(dtype, dtype) if narrow_floats else dtype)
+    shape = dtypes.tensor_shape(slot.shape, dtype)
+    return Meta(shape, _NARROW_FLOATS.get(dtype, dtype) if narrow_floats else dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tpu_kernels.dsl.dtypes import from_bytes, to_numpy
 from tpu_kernels.tuning.compare import difference, leaves
-from tpu_kernels.tuning.wall import to_numpy, to_tensor
 
 NAN, INF = float("nan"), float("inf")
 
@@ -62,6 +62,6 @@ def test_tensors_survive_the_way_to_a_worker_and_back(
     value = value.T if value.ndim == 2 else value
     array = to_numpy(value)
     assert array.shape == tuple(value.shape)
-    back = to_tensor(array.tobytes(), array.shape, array.dtype.name)
+    back = from_bytes(array.tobytes(), array.shape, array.dtype.name)
     assert back.dtype == dtype
     assert torch.equal(back.to(torch.float64), value.to(torch.float64))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpu_kernels import _compat_jax, _compat_torch
+from tpu_kernels.dsl import dtypes
 from tpu_kernels.registry import donation
 
 ALIGNMENT = 64
@@ -92,6 +93,8 @@ class Bridge:
             plain = plain.resolve_neg()
         if plain.is_conj():
             plain = plain.resolve_conj()
+        if plain.dtype in dtypes.PACKED:  # DLPack does not know it
+            plain = plain.view(torch.uint8)
         plain = plain.contiguous()
         capsule = _compat_torch.to_dlpack(plain)
         if self._mark_cpu is not None:

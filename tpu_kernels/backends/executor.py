@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tpu_kernels.backends import packing
 from tpu_kernels.backends.bridge import Bridge, WrongDevice
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
@@ -141,8 +142,11 @@ class Executor:
         narrow = definition.int64 == "narrow_checked" and any(
             m.dtype in dtypes.NARROW for m in metas
         )
-        # Arrays without elements come out of DLPack with strides of their own.
-        odd = narrow or any(is_empty(m.shape) for slot in slots for m in _metas(slot))
+        # Arrays without elements come out of DLPack with strides of their own, packed values
+        # as bytes.
+        odd = narrow or any(
+            is_empty(m.shape) or m.dtype in dtypes.PACKED for slot in slots for m in _metas(slot)
+        )
         if narrow:
             metas = [Meta(m.shape, dtypes.NARROW.get(m.dtype, m.dtype)) for m in metas]
         mode = current_mode()
@@ -185,7 +189,7 @@ class Executor:
         import jax
 
         call = operator.call_of(layout, metas)
-        function = _fresh(operator.jax_function(call, engine))
+        function = _fresh(packing.on_bytes(operator.jax_function(call, engine), call.avals))
         if len(operator.definition.returns) == 1 and not operator.definition.mutated:
             inner = function
 
@@ -250,7 +254,10 @@ class Executor:
             if meta is not None and is_empty(meta.shape):
                 return self._empty(meta)
             tensor = self.bridge.to_torch(slot)
-            return tensor if meta is None or tensor.dtype is meta.dtype else tensor.to(meta.dtype)
+            if meta is None or tensor.dtype is meta.dtype:
+                return tensor
+            packed = meta.dtype in dtypes.PACKED
+            return tensor.view(meta.dtype) if packed else tensor.to(meta.dtype)
 
         wanted = declared or [None] * len(slots)
         values = [torch_of(s, m) for s, m in zip(slots, wanted, strict=True)]

@@ -74,7 +74,7 @@ class WallSearch:
         self._inputs = str(Path(self._folder.name) / "inputs.pickle")
         self._sent = [_Sent(c, c.function(interpret=True), f"c{c.index}") for c in candidates]
         tensors = candidates[0].bound.tensors if candidates else ()
-        values = [to_numpy(tensor) for tensor in tensors]
+        values = [dtypes.to_numpy(tensor) for tensor in tensors]
         Path(self._inputs).write_bytes(pickle.dumps(values))
 
     def __enter__(self) -> WallSearch:
@@ -171,32 +171,7 @@ class WallSearch:
         if isinstance(answer, child.Failure):
             return failure_row(candidate.config, answer, None)
         if self._wanted is not None:
-            got = [to_tensor(*packed) for packed in answer.outputs]
+            got = [dtypes.from_bytes(*packed) for packed in answer.outputs]
             if reason := compare.difference(got, self._wanted, self._tolerance):
                 return TuneRow(candidate.config, "wrong", reason)
         return TuneRow(candidate.config, "ok", time_us=statistics.median(answer.times_us))
-
-
-def to_numpy(tensor: torch.Tensor) -> Any:
-    """Return a tensor's logical values as a NumPy array with the dtype that JAX uses for it.
-
-    Example:
-        >>> to_numpy(torch.ones(2, 3, dtype=torch.bfloat16).T).shape
-        (3, 2)
-    """
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = host.reshape(-1).view(torch.uint8).numpy()
-    return flat.view(dtypes.to_jax(tensor.dtype)).reshape(tuple(host.shape)).copy()
-
-
-def to_tensor(data: bytes, shape: Sequence[int], dtype: str) -> torch.Tensor:
-    """Return the tensor of an array that was packed as bytes, shape and dtype name.
-
-    Example:
-        >>> to_tensor(b"\\x00\\x00\\x80\\x3f", (1,), "float32")
-        tensor([1.])
-    """
-    wanted = dtypes.normalize(dtype)
-    if not data:
-        return torch.empty(tuple(shape), dtype=wanted)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(wanted).reshape(tuple(shape))

@@ -13,6 +13,7 @@ import torch
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import Target, locations
 from tpu_kernels.compiler.pallas_grid import GridCall, grid_calls, trace
+from tpu_kernels.dsl import dtypes
 from tpu_kernels.registry.binding import Bound
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import flat_names, join
@@ -120,11 +121,8 @@ def interpret_plain(fn: Callable[..., Any], mode: Any, *arrays: Any) -> Any:
 def _as_numpy(leaf: Any, dtype: np.dtype) -> np.ndarray:
     if not isinstance(leaf, torch.Tensor):
         return np.asarray(leaf).astype(dtype, copy=False)
-    tensor = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if tensor.element_size() != dtype.itemsize:  # a 64-bit argument that the kernel sees narrow
-        return tensor.numpy().astype(dtype)
-    # NumPy has no bfloat16 of its own, so torch hands over bytes.
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
+    values = dtypes.to_numpy(leaf)  # a 64-bit argument that the kernel sees narrow is cast
+    return values if values.dtype.itemsize == dtype.itemsize else values.astype(dtype)
 
 
 def failed(

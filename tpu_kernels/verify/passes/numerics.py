@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tpu_kernels.dsl import dtypes
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry import reference
 from tpu_kernels.registry.kernel import Kernel
@@ -142,7 +143,8 @@ class _Precision(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         dtype = result.dtype if isinstance(result, torch.Tensor) else torch.int32
-        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps:
+        counts = dtype.is_floating_point and dtype not in dtypes.PACKED  # those are only moved
+        if counts and torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps:
             self.coarsest = dtype
         return result
 
