@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -28,7 +29,20 @@ def cpu_device() -> Any:
     from jax._src.lib import xla_client
 
     client: Any = xla_client.make_cpu_client(asynchronous=False)
+    _client_process.append(os.getpid())
     return client.local_devices()[0]
+
+
+_client_process: list[int] = []
+
+
+def client_is_inherited() -> bool:
+    """Whether this process was forked from one that has the client.
+
+    Its threads do not live here: programs that are there run, but the compiler would wait for
+    them forever.
+    """
+    return bool(_client_process) and _client_process[0] != os.getpid()
 
 
 # --- Compiler

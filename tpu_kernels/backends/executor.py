@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from tpu_kernels.backends import packing
+from tpu_kernels import _compat_jax
+from tpu_kernels.backends import packing, resident
 from tpu_kernels.backends.bridge import Bridge, WrongDevice
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
-from tpu_kernels.errors import ArgumentError, TraceError
+from tpu_kernels.errors import ArgumentError, DeviceError, TraceError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.engine import Engine, current_mode
 from tpu_kernels.registry.layout import Layout, fill, flat_names, freeze, is_empty, split
@@ -65,6 +66,12 @@ class Executor:
         with self.lock:
             self.programs.clear()
             self.slow_programs.clear()
+
+    def drop(self, key: Any) -> None:
+        """Let go of one program; taking no lock, since another executor asks while it holds its
+        own."""
+        self.programs.pop(key, None)
+        self.slow_programs.pop(key, None)
 
     # ------------------------------------------------------------------ the generated fast path
     def implementation(self) -> Callable[..., Any]:
@@ -124,11 +131,10 @@ class Executor:
                 _remembered=bridge.remembered,
                 _import=bridge.import_tensor,
             )
-            if key in self.programs:
-                return self._run(self.programs[key], arguments)
-            if key in self.slow_programs:
-                return self.slow_programs[key](arguments)
-            return self._build(key, arguments)
+            program, slow = self.programs.get(key), self.slow_programs.get(key)
+            if program is not None:
+                return self._run(program, arguments)
+            return self._build(key, arguments) if slow is None else slow(arguments)
 
     def _build(self, key: Any, arguments: list[Any]) -> Any:
         operator = self.operator
@@ -180,6 +186,7 @@ class Executor:
             self.slow_programs[key] = self._declared(program, slots, narrow=narrow)
         else:
             self.programs[key] = program
+        resident.programs.enter(self, key, definition.kernel)
         return result
 
     def _compile(
@@ -188,6 +195,14 @@ class Executor:
         """A program, and what compiles it for its arguments or loads it from disk (then True)."""
         import jax
 
+        if _compat_jax.client_is_inherited():
+            raise DeviceError(
+                f"kernel {operator.definition.kernel!r} has to be compiled for these arguments, "
+                "which a process cannot do that was forked from one that has called kernels",
+                where=operator.definition.where,
+                hint="start the process by 'spawn' (a DataLoader takes "
+                "multiprocessing_context='spawn'), or make the first call before the fork",
+            )
         call = operator.call_of(layout, metas)
         function = _fresh(packing.on_bytes(operator.jax_function(call, engine), call.avals))
         if len(operator.definition.returns) == 1 and not operator.definition.mutated:
