@@ -426,13 +426,22 @@ def forget_compiled_code() -> None:
         dynamo.reset_code_caches()
 
 
-def inductor_decompositions() -> dict[Any, Callable[..., Any]] | None:
-    """Return Inductor's live decomposition table, or None while Inductor is not imported.
+# Inductor's module that refuses, while it is imported, to give a fallback to an operator (such as
+# fused attention) that its decomposition table names; entries can only be added afterwards.
+INDUCTOR_READY = "torch._inductor.lowering"
 
-    Call `refresh_inductor_decompositions` after a change.
+
+def inductor_decompositions() -> list[dict[Any, Callable[..., Any]]]:
+    """Return Inductor's live decomposition tables, none while Inductor is not imported.
+
+    The second, of random operators, comes before the first where Inductor draws random numbers
+    itself. Call `refresh_inductor_decompositions` after a change.
     """
-    module = sys.modules.get("torch._inductor.decomposition")
-    return None if module is None else module.decompositions
+    ready = sys.modules.get(INDUCTOR_READY)
+    if ready is None or getattr(ready.__spec__, "_initializing", False):
+        return []
+    module = sys.modules["torch._inductor.decomposition"]
+    return [module.decompositions, module.extra_random_decomps]
 
 
 def refresh_inductor_decompositions() -> None:

@@ -142,13 +142,29 @@ def acquire(sites: list[Site]) -> None:
         fresh = [site for site in sites if (qualified(site.op), site.key) not in SLOTS]
         slots = [Slot(site) for site in fresh]
         for slot in slots:
-            slot.original = torch.library.get_kernel(slot.site.op, slot.site.key).call_boxed
+            slot.original = _original(slot.site)
         for slot in slots:
             _install(slot)
             SLOTS[qualified(slot.site.op), slot.site.key] = slot
         for site in sites:
             SLOTS[qualified(site.op), site.key].users += 1
         refresh()
+
+
+def _original(site: Site) -> Callable[..., Any]:
+    """The kernel at a site; an override may also stand where there is none."""
+    try:
+        kernel: Callable[..., Any] = torch.library.get_kernel(site.op, site.key).call_boxed
+    except RuntimeError:
+        name = qualified(site.op)
+
+        def missing(*_: Any, **__: Any) -> Any:
+            raise NotImplementedError(
+                f"{name} has no implementation on {site.device}, and no override took the call"
+            )
+
+        return missing
+    return kernel
 
 
 def release(sites: list[Site]) -> None:

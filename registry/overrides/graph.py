@@ -35,7 +35,7 @@ Function = Callable[..., Any]
 _library: torch.library.Library | None = None
 _routers: dict[str, OpOverload] = {}
 _users: dict[OpOverload, int] = {}
-_replaced: dict[OpOverload, Function | None] = {}  # what Inductor's table held before
+_replaced: dict[OpOverload, list[Function | None]] = {}  # what Inductor's tables held before
 _guarding = False
 
 
@@ -49,7 +49,7 @@ def enter(override: Override) -> None:
             compat.forget_compiled_code()
             compat.guard_every_graph(chain.active_key)
             cache_tag.add_source("overrides", lambda: fingerprint() if chain.active() else "")
-            compat.after_import("torch._inductor.decomposition", lambda _: _fill_table())
+            compat.after_import(compat.INDUCTOR_READY, lambda _: _fill_table())
         for op in _traced(override):
             _users[op] = _users.get(op, 0) + 1
         _fill_table()
@@ -73,26 +73,27 @@ def _traced(override: Override) -> list[OpOverload]:
 
 
 def _fill_table() -> None:
-    table = compat.inductor_decompositions()
-    if table is None:
-        return
+    tables = compat.inductor_decompositions()
     with chain.LOCK:
         for op in _users:
-            if op not in _replaced:
-                _replaced[op] = table.get(op)
-                table[op] = _rule(op, _replaced[op])
+            if tables and op not in _replaced:
+                _replaced[op] = [table.get(op) for table in tables]
+                # Inductor reads the second table first, and falls back on the first.
+                before = next((rule for rule in reversed(_replaced[op]) if rule is not None), None)
+                for table in tables:
+                    if table is tables[0] or op in table:
+                        table[op] = _rule(op, before)
         compat.refresh_inductor_decompositions()
 
 
 def _restore(op: OpOverload) -> None:
-    table = compat.inductor_decompositions()
-    if table is None or op not in _replaced:
+    if op not in _replaced:
         return
-    before = _replaced.pop(op)
-    if before is None:
-        del table[op]
-    else:
-        table[op] = before
+    for table, before in zip(compat.inductor_decompositions(), _replaced.pop(op), strict=True):
+        if before is None:
+            table.pop(op, None)
+        else:
+            table[op] = before
     compat.refresh_inductor_decompositions()
 
 

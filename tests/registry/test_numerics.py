@@ -1,4 +1,4 @@
-"""`numerics("tpu")`: float32 products rounded as the MXU rounds them, wherever they are computed."""
+"""`numerics("tpu")`: float32 products rounded as on the MXU, wherever they are computed."""
 
 from __future__ import annotations
 
