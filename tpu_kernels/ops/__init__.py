@@ -18,5 +18,6 @@ backends.ready()  # the operators' implementations, before the operators
 
 from tpu_kernels.ops.attention import attention, attention_backward  # noqa: E402
 from tpu_kernels.ops.matmul import bmm, matmul  # noqa: E402
+from tpu_kernels.ops.sdpa import use_attention  # noqa: E402
 
-__all__ = ["attention", "attention_backward", "bmm", "matmul"]
+__all__ = ["attention", "attention_backward", "bmm", "matmul", "use_attention"]
