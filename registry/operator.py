@@ -162,6 +162,7 @@ class Operator:
         """Run a torch function for tensors of one dispatch key, instead of the JAX program."""
         with self.replacing():
             self.library.impl(self.opname, fn, key)
+        _compat_torch.forget_dispatch(self.op, key)
         self.direct.pop(_compat_torch.plain_key_set(key), None)
 
     @staticmethod
@@ -186,6 +187,7 @@ class Operator:
         device = self.device_of(arguments)
         if self.definition.mutated:
             overlap.check(self, self.definition.mutated, arguments)
+        self._check_sizes(device, arguments)
         slots = self.shapes(arguments)
         if not self.definition.returns:  # a kernel that only writes to its arguments
             return None
@@ -195,6 +197,24 @@ class Operator:
 
         results = [_map_slot(empty, slot) for slot in slots[: len(self.definition.returns)]]
         return results_of(results)
+
+    def _check_sizes(self, device: torch.device, arguments: Sequence[Any]) -> None:
+        """Refuse symbolic sizes for a backend that makes a program for one size."""
+        backend = backend_table.backends().get(_compat_torch.dispatch_key_of_device(device.type))
+        if getattr(backend, "symbolic_sizes", True):
+            return
+        definition = self.definition
+        layout, tensors, _ = split(definition.parameters, arguments)
+        names = flat_names(definition.parameters, layout)
+        for name, tensor in zip(names, tensors, strict=True):
+            if any(_compat_torch.symbol_of(size) is not None for size in tensor.shape):
+                raise ArgumentError(
+                    f"kernel {definition.kernel!r}: argument {name!r} has the shape "
+                    f"{list(tensor.shape)}; {getattr(backend, 'name', device)} makes a program for "
+                    "one size",
+                    where=definition.where,
+                    hint="compile without dynamic= and mark_dynamic: each size gets its program",
+                )
 
     def _bump_versions(self) -> None:
         parameters = self.definition.parameters
