@@ -3,6 +3,7 @@
 #
 #   make demo        install, then run the main job (examples/quickstart.py)
 #   make test        install, then run the tests (ARGS="-k matmul" passes options to pytest)
+#   make test-properties   the property-based tests with 2,000 examples (EXAMPLES=500 draws fewer)
 #   make lint        ruff (rules and format) and mypy
 #   make docs-test   run every Python block of README.md and docs/
 #   make bench       run the benchmarks
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXAMPLES ?= 2000
 SHELL := /bin/sh
 
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ BUILD_FILES := pyproject.toml setup.py
 # mypy knows no package-dir mapping: it checks a tree of links that looks like the installed package.
 TYPECHECK := build/typecheck/tpu_kernels
 
-.PHONY: help demo test lint format docs-test bench clean distclean
+.PHONY: help demo test test-properties lint format docs-test bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,6 +57,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest $(ARGS)
+
+test-properties: $(VENV)/.installed-dev
+	TPU_KERNELS_EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/registry/test_properties.py --timeout=0 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from tpu_kernels.compiler.chips import chips
-from tpu_kernels.config import CACHE_DIR, CHIPS, SIM_CHIP, SIM_DEVICE, Settings, settings
+from tpu_kernels.config import (
+    CACHE_DIR,
+    CHIPS,
+    PROGRAM_CACHE_MIB,
+    SIM_CHIP,
+    SIM_DEVICE,
+    Settings,
+    settings,
+)
 from tpu_kernels.errors import ConfigError
 
 
@@ -37,7 +45,8 @@ def test_switches_are_read_as_people_write_them(text: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [(SIM_CHIP, "v99"), (SIM_DEVICE, "maybe"), (CACHE_DIR, __file__)]
+    ("variable", "value"),
+    [(SIM_CHIP, "v99"), (SIM_DEVICE, "maybe"), (CACHE_DIR, __file__), (PROGRAM_CACHE_MIB, "-1")],
 )
 def test_a_bad_value_names_the_variable_and_what_it_takes(variable: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
