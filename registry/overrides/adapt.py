@@ -125,19 +125,26 @@ def _split(
 
 def _write_back(target: Any, result: Any) -> Any:
     if isinstance(target, torch.Tensor):
+        _check_castable(result, target)
         return target.copy_(result)
     for one, value in zip(target, result, strict=True):
+        _check_castable(value, one)
         one.copy_(value)
     return None
+
+
+def _check_castable(value: torch.Tensor, target: torch.Tensor) -> None:
+    """What torch checks before it writes a result: `copy_` alone would cut 0.5 to 0."""
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+        )
 
 
 def _write_outs(outs: list[Any], result: Any) -> Any:
     results = [result] if isinstance(result, torch.Tensor) else list(result)
     for out, value in zip(outs, results, strict=True):
-        if not torch.can_cast(value.dtype, out.dtype):
-            raise RuntimeError(
-                f"result type {value.dtype} can't be cast to the desired output type {out.dtype}"
-            )
+        _check_castable(value, out)
         if out.shape != value.shape:
             out.resize_(value.shape)
         out.copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from tpu_kernels.registry.overrides.chain import (
     scoped_chain,
     without,
 )
-from tpu_kernels.registry.overrides.targets import is_mutable, signature
+from tpu_kernels.registry.overrides.targets import is_mutable, qualified, signature
+
+log = logging.getLogger("tpu_kernels.overrides")
 
 
 def call(slot: Slot, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,11 +37,21 @@ def call(slot: Slot, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if ran:
             if recorder is not None:
                 recorder.note(slot.site, args, link.override.impl_name, declines)
+            _tell(slot, args, link.override.impl_name, declines)
             return result
         declines.append((link.override.impl_name, f"raised: {link.override.last_error}"))
     if recorder is not None:
         recorder.note(slot.site, args, None, declines)
+    _tell(slot, args, "the original", declines)
     return slot.original(keyset, *args, **kwargs)
+
+
+def _tell(slot: Slot, args: tuple[Any, ...], ran: str, declines: list[tuple[str, str]]) -> None:
+    if BUSY.overrides or not log.isEnabledFor(logging.DEBUG):
+        return
+    shapes = ", ".join(str(list(a.shape)) for a in args if isinstance(a, torch.Tensor))
+    why = "".join(f"; {name} declined: {reason}" for name, reason in declines)
+    log.debug("%s(%s): %s%s", qualified(slot.site.op), shapes, ran, why)
 
 
 def _declined(link: Link, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -76,7 +89,8 @@ def _run(
         BUSY.overrides = busy
     # An operator that writes into its arguments cannot be run a second time for comparison.
     if compare and not is_mutable(slot.site.op):
-        _compare(link, slot, result, _original(slot, keyset, args, kwargs))
+        original = _original(slot, keyset, args, kwargs)
+        _compare(link, result, original, (*args, *kwargs.values()))
     return True, result
 
 
@@ -87,8 +101,8 @@ def _original(slot: Slot, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return slot.original(keyset, *args, **kwargs)
 
 
-def _compare(link: Link, slot: Slot, result: Any, original: Any) -> None:
-    problems = contract_problems(result, original)
+def _compare(link: Link, result: Any, original: Any, arguments: tuple[Any, ...]) -> None:
+    problems = contract_problems(result, original, arguments)
     if problems:
         override = link.override
         override.errors += 1
@@ -98,8 +112,14 @@ def _compare(link: Link, slot: Slot, result: Any, original: Any) -> None:
         )
 
 
-def contract_problems(result: Any, original: Any) -> list[str]:
+def contract_problems(result: Any, original: Any, arguments: tuple[Any, ...] = ()) -> list[str]:
     """Tell where a result differs from the original's in shape, stride, dtype or device.
+
+    Args:
+        result: The implementation's result.
+        original: The original's, for the same arguments.
+        arguments: The arguments: the result must not lie in their memory where the original's
+            does not, or who changes the one changes the other.
 
     Example:
         >>> contract_problems(torch.ones(2), torch.ones(2, dtype=torch.float64))
@@ -107,6 +127,7 @@ def contract_problems(result: Any, original: Any) -> list[str]:
     """
     mine, theirs = _tensors(result), _tensors(original)
     problems: list[str] = []
+    given = memory_of(arguments)
     if len(mine) != len(theirs):
         problems.append(f"{len(mine)} results instead of {len(theirs)}")
     for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
@@ -114,7 +135,16 @@ def contract_problems(result: Any, original: Any) -> list[str]:
         for name, x, y in _contract(a, b):
             if x != y:
                 problems.append(f"{where}{name} {x} instead of {y}")
+        if memory_of((a,)) & given and not memory_of((b,)) & given:
+            problems.append(f"{where}it shares the memory of an argument")
     return problems
+
+
+def memory_of(values: Any) -> set[int]:
+    """The addresses of the storages of the dense tensors among nested values."""
+    leaves = [leaf for leaf in _tensors(values) if isinstance(leaf, torch.Tensor)]
+    dense = [leaf for leaf in leaves if leaf.layout is torch.strided]
+    return {leaf.untyped_storage().data_ptr() for leaf in dense} - {0}
 
 
 def _contract(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
@@ -136,6 +166,8 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def _tensors(result: Any) -> list[Any]:
+    if isinstance(result, dict):
+        result = list(result.values())
     if isinstance(result, (tuple, list)):
         return [leaf for item in result for leaf in _tensors(item)]
     return [result]

@@ -123,6 +123,7 @@ class Override:
         self._enabled = False
         self._entered = threading.local()
         self._uses = 0
+        self._loud: list[bool] = []  # for each use, whether calls take the slow way because of it
         self._warned = False
         self._companions = gateways.companions(self)
         with LOCK:
@@ -170,18 +171,30 @@ class Override:
             self._acquire()
             scope = current_scope()
             FLAGS.scoped += 1
+        activation = (next_serial(), self)
+        inside = scope.replaced(activations=(*scope.activations, activation))
         stack = self._entered.__dict__.setdefault("stack", [])
-        stack.append(
-            set_scope(scope.replaced(activations=(*scope.activations, (next_serial(), self))))
-        )
+        stack.append((activation, set_scope(inside), inside))
         for companion in self._companions:
             companion.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        stack = self._entered.__dict__.get("stack")
+        if not stack:
+            raise self.error(
+                "it is left in a thread that has not entered it",
+                hint="leave it where it was entered; enable() is for all threads",
+            )
         for companion in reversed(self._companions):
             companion.__exit__()
-        set_scope(self._entered.stack.pop())
+        activation, before, inside = stack.pop()
+        scope = current_scope()
+        if scope is inside:
+            set_scope(before)
+        else:  # blocks that were entered later are still open
+            left = tuple(a for a in scope.activations if a != activation)
+            set_scope(scope.replaced(activations=left))
         with LOCK:
             FLAGS.scoped -= 1
             if not self.removed:
@@ -197,7 +210,8 @@ class Override:
 
     def _acquire(self) -> None:
         dispatch.acquire(list(self.sites.values()))
-        FLAGS.slow += self.debug
+        self._loud.append(self.debug or log.isEnabledFor(logging.DEBUG))
+        FLAGS.slow += self._loud[-1]
         self._uses += 1
         _alive.add(self)
         graph.enter(self)
@@ -205,7 +219,7 @@ class Override:
     def _release(self) -> None:
         graph.leave(self)
         self._uses -= 1
-        FLAGS.slow -= self.debug
+        FLAGS.slow -= self._loud.pop()
         if not self._uses:
             _alive.discard(self)
         dispatch.release(list(self.sites.values()))

@@ -12,6 +12,7 @@ from tests.registry.override_checks import DEVICES, matrices, nothing_left, tabl
 from tpu_kernels.errors import OverrideError
 from tpu_kernels.registry.overrides import (
     Decline,
+    chain,
     explain_overrides,
     override,
     override_debug,
@@ -496,3 +497,98 @@ def test_precision_of_float32_matmuls_is_visible() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == [before, "medium"]
+
+
+def test_blocks_may_be_left_in_another_order_than_the_reverse() -> None:
+    a, b = matrices("cpu")
+    expected = torch.mm(a, b)
+    first = override("aten::mm", plus_one, device="cpu")
+    second = override("aten::mm", lambda x, y: x * 0, device="cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert not torch.mm(a, b).any(), "the second is still in force"
+    second.__exit__()
+    assert torch.equal(torch.mm(a, b), expected)
+    assert chain.active() == []
+
+
+def test_leaving_in_a_thread_that_has_not_entered_is_refused() -> None:
+    refused: list[str] = []
+    handle = override("aten::mm", plus_one, device="cpu")
+
+    def leave() -> None:
+        try:
+            handle.__exit__()
+        except OverrideError as error:
+            refused.append(error.problem)
+
+    with handle:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
+    assert "not entered" in refused[0]
+
+
+@pytest.mark.parametrize("act", ["remove", "disable"])
+def test_an_implementation_may_end_its_own_override(act: str) -> None:
+    a, b = matrices("cpu")
+    expected = torch.mm(a, b)
+
+    def once(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        getattr(handle, act)()
+        return torch.mm(x, y) + 1
+
+    handle = override("aten::mm", once, device="cpu").enable()
+    assert torch.equal(torch.mm(a, b), expected + 1)
+    assert torch.equal(torch.mm(a, b), expected)
+
+
+def test_an_implementation_may_enter_another_override() -> None:
+    a, b = matrices("cpu")
+    expected = torch.mm(a, b)
+    inner = override("aten::mm", plus_one, device="cpu")
+
+    def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with inner:
+            return torch.mm(x, y) + 1
+
+    with override("aten::mm", outer, device="cpu"):
+        assert torch.equal(torch.mm(a, b), expected + 2)
+
+
+def test_derived_inplace_variant_casts_no_more_than_torch() -> None:
+    def through(x: torch.Tensor, y: torch.Tensor, fallback: Any) -> torch.Tensor:
+        return fallback(x, y)
+
+    whole, half = torch.ones(2, dtype=torch.int64), torch.full((2,), 0.5)
+    with (
+        override("aten::add", through, device="cpu"),
+        pytest.raises(OverrideError, match="can't be cast"),
+    ):
+        whole.add_(half)
+    assert whole.tolist() == [1, 1]
+
+
+def test_debug_mode_catches_a_result_in_an_arguments_memory() -> None:
+    x = torch.ones(3)
+    with (
+        override_debug(),
+        override("aten::relu", lambda x: x, device="cpu"),
+        pytest.raises(OverrideError, match="shares the memory"),
+    ):
+        torch.relu(x)
+
+
+def test_decisions_are_logged_where_debug_messages_are_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    a, b = matrices("cpu")
+    with caplog.at_level("DEBUG", logger="tpu_kernels.overrides"):
+        only_small = override("aten::mm", plus_one, device="cpu", when=lambda x, y: "too large")
+        with override("aten::mm", plus_one, device="cpu", when=lambda x, y: True), only_small:
+            torch.mm(a, b)
+    (message,) = caplog.messages
+    name = plus_one.__module__ + ".plus_one"
+    assert message == f"aten::mm([8, 8], [8, 8]): {name}; {name} declined: too large"

@@ -13,7 +13,7 @@ import torch
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry.overrides import Override
 from tpu_kernels.registry.overrides.chain import originals
-from tpu_kernels.registry.overrides.checked import contract_problems
+from tpu_kernels.registry.overrides.checked import contract_problems, memory_of
 from tpu_kernels.registry.overrides.targets import is_mutable, qualified
 from tpu_kernels.verify.override_samples import (
     Sample,
@@ -118,6 +118,10 @@ class _Comparison:
             return
         problems = contract_problems(result, original)
         if not is_mutable(self.override.op):
+            if memory_of((result,)) & memory_of((args, kwargs)) and not (
+                memory_of((original,)) & memory_of(plain)
+            ):
+                problems.append("the result shares the memory of an argument")
             before = tensors((sample.args, sample.kwargs))
             after = tensors((args, kwargs))
             problems += [
