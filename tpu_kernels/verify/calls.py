@@ -122,12 +122,10 @@ def snippet(kernel: Callable[..., Any], call: GivenCall, given: GivenCall, name:
         author's own.
 
     Example:
-        >>> def double(x):
-        ...     return 2 * x
         >>> call = GivenCall((torch.ones(8, 3), 2.0), {})
         >>> print(snippet(torch.nn.functional.relu, call, call, "edges"))
         from torch.nn.functional import relu
-        tk.check(relu, (torch.ones(8, 3), 2.0), passes=("edges",))
+        tk.check(relu, (torch.ones(8, 3), 2.0), passes=('edges',))
     """
     known = dict(given.leaves())
     texts = {path: _Text(_written(path, value, known)) for path, value in call.leaves()}
