@@ -11,7 +11,7 @@ from tests.packaging.sources import ROOT, module_name, package_files
 
 # From the bottom to the top; a module may import its own layer and those before it.
 LAYERS = (
-    ("tpu_kernels.errors", "tpu_kernels.config"),
+    ("tpu_kernels.errors", "tpu_kernels.config", "tpu_kernels.testing", "tpu_kernels.versions"),
     ("tpu_kernels._compat_torch", "tpu_kernels._compat_jax", "tpu_kernels._compat_torch_tpu"),
     ("tpu_kernels.dsl",),
     ("tpu_kernels.compiler",),
