@@ -13,15 +13,28 @@ import pytest
 _CACHE = tempfile.TemporaryDirectory(prefix="tpu_kernels-tests-", ignore_cleanup_errors=True)
 os.environ["TPU_KERNELS_CACHE_DIR"] = _CACHE.name
 
-_OPTIONAL = {"libtpu": "aot", "torch_tpu": "tpu"}  # marker (and package) -> extra that brings it
+# With torch, torch_tpu would load itself where it is installed: ten seconds in each of the many
+# processes, and no simulated device in any of them. Its tests start their own processes.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+_EXTRAS = {"libtpu": "aot", "torch_tpu": "torch-tpu-cpu"}  # marker -> extra that brings it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests whose optional package is absent, naming the extra that brings it."""
-    for package, extra in _OPTIONAL.items():
-        if importlib.util.find_spec(package) is not None:
+    for marker, extra in _EXTRAS.items():
+        reason = _missing(marker)
+        if reason is None:
             continue
-        skip = pytest.mark.skip(reason=f"needs {package}: pip install 'tpu_kernels[{extra}]'")
+        skip = pytest.mark.skip(reason=f"{reason}: pip install 'tpu_kernels[{extra}]'")
         for item in items:
-            if package in item.keywords:
+            if item.get_closest_marker(marker) is not None:
                 item.add_marker(skip)
+
+
+def _missing(marker: str) -> str | None:
+    if marker == "torch_tpu":
+        from tpu_kernels.backends.torch_tpu import cpu_plugin
+
+        return cpu_plugin.why_not()
+    return None if importlib.util.find_spec(marker) is not None else f"needs {marker}"

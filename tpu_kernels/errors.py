@@ -108,3 +108,11 @@ class MissingDependency(KernelError, ImportError):
 
 class CacheUnwritable(UserWarning):
     """A cache folder cannot be written: results are kept in memory only."""
+
+
+class VersionError(KernelError, ImportError):
+    """Two installed packages are of versions that do not work together."""
+
+
+class VersionWarning(UserWarning):
+    """Packages are of versions that nobody has tested together."""

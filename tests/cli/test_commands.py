@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from tpu_kernels import versions
+from tpu_kernels.backends.torch_tpu import cpu_plugin
 from tpu_kernels.cli import env, main
 from tpu_kernels.cli import list as list_command
 from tpu_kernels.config import SIM_CHIP, settings
+from tpu_kernels.versions import in_range
 
 USER_FILE = str(Path(__file__).with_name("kernels_of_a_user.py"))
 SCALE = ["cli_test::scale", "--import", USER_FILE]
@@ -215,6 +219,62 @@ def test_env_says_no_where_a_required_package_does_not_fit(
     assert "pip install 'torch>=2.13,<2.14'" in out
 
 
+def test_env_shows_versions_that_do_not_work_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have = {"torch": "2.16.0", "torch_tpu": "0.2.0"}
+    monkeypatch.setattr(versions, "installed", lambda names: have)
+    code, out, _ = run(capsys, "env", "--json")
+    assert code == main.EXIT_NO
+    broken = next(row for row in json.loads(out)["versions"] if row["breaks"])
+    assert broken["text"].startswith("torch 2.16.0 with torch_tpu 0.2.0 does not work")
+    assert broken["fix"] == "pip install 'torch>=2.11,<=2.15'"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["program.py"], "--torch-tpu is required"),
+        (["--torch-tpu"], "no program"),
+        (["--torch-tpu", "no_such_file.py"], "'no_such_file.py' is not a file"),
+    ],
+)
+def test_run_says_what_it_lacks(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "run", *words)
+    assert code == main.EXIT_USAGE
+    assert message in err
+
+
+def test_run_becomes_the_program_with_its_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("")
+    become: list[Any] = []
+    monkeypatch.setattr(cpu_plugin, "why_not", lambda: None)
+    monkeypatch.setattr(os, "execve", lambda *words: become.append(words))
+    run(capsys, "run", "--torch-tpu", "-q", str(program), "--json", "-q", "x")
+    run(capsys, "run", "--torch-tpu", "-m", "package.module", "--flag")
+    (file, command, environment), (_, by_name, _) = become
+    assert file == command[0] == sys.executable
+    assert command[-5:] == ["-q", str(program), "--json", "-q", "x"]
+    assert by_name[-3:] == ["-m", "package.module", "--flag"]
+    assert environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_run_says_how_to_get_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("")
+    monkeypatch.setattr(cpu_plugin, "why_not", lambda: "torch_tpu is not installed")
+    code, _, err = run(capsys, "run", "--torch-tpu", str(program))
+    assert code == main.EXIT_USAGE
+    assert "pip install 'tpu_kernels[torch-tpu-cpu]'" in err
+
+
 def test_a_bad_setting_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,7 +300,7 @@ def test_a_bad_setting_is_explained(
     ],
 )
 def test_version_ranges(version: str, wanted: str, fits: bool) -> None:
-    assert env.in_range(version, wanted) is fits
+    assert in_range(version, wanted) is fits
 
 
 # ---------------------------------------------------------------- the frame
@@ -335,7 +395,7 @@ def test_check_refuses_an_unknown_pass(capsys: pytest.CaptureFixture[str]) -> No
 
 # ---------------------------------------------------------------- overrides
 
-OVERRIDES_FILE = '''
+OVERRIDES_FILE = """
 import torch
 import tpu_kernels as tk
 
@@ -348,7 +408,7 @@ def my_mm(a, b):
 with my_mm:
     torch.ones(2, 2) @ torch.ones(2, 2)
     torch.ones(1, 2) @ torch.ones(2, 2)
-'''
+"""
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, main.EXIT_OK), (1.01, main.EXIT_NO)])

@@ -22,6 +22,9 @@ def ready() -> None:
     with _lock:
         if _ready:
             return
+        from tpu_kernels import versions
+
+        versions.check(*versions.BASE)
         from tpu_kernels.backends import cpu, device
         from tpu_kernels.backends.device import backend as device_backend
         from tpu_kernels.backends.torch_tpu import detection

@@ -14,12 +14,15 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tpu_kernels.backends.torch_tpu import cpu_plugin, detection
 from tpu_kernels.cli.output import Output
 from tpu_kernels.config import settings
+from tpu_kernels.versions import Problem, in_range, problems
 
 DESCRIPTION = """\
 Print versions and devices, what works on this machine, and the command that adds what is missing.
-Nothing is initialised. Exit code 1 if a required package is missing or outside the tested range.
+Nothing is initialised. Exit code 1 if a required package is missing or outside the tested range, or
+if two packages are of versions that do not work together.
 """
 
 REQUIRED = ("torch", "jax", "jaxlib", "numpy", "helion")
@@ -28,8 +31,6 @@ OPTIONAL = {"libtpu": "aot", "torch_tpu": "tpu", "triton": "gpu"}  # package -> 
 # Device files that the TPU and GPU drivers create; other devices use VFIO too, under numbers.
 _TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 _GPU_FILES = ("nvidia[0-9]*",)
-
-_CONDITION = re.compile(r"(?P<operator>>=|<=|==|!=|~=|<|>)\s*(?P<version>[0-9.]+)")
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,22 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     packages = {name: inspect_package(name) for name in (*REQUIRED, *OPTIONAL)}
     devices = {"tpu": device_files(_TPU_FILES), "gpu": device_files(_GPU_FILES)}
     abilities = inspect_abilities(packages, devices)
+    together = problems()
     output.document(
         {
             "tpu_kernels": _version("tpu_kernels"),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": [asdict(package) for package in packages.values()],
+            "versions": [{"text": p.text, "breaks": p.rule.breaks, "fix": p.fix} for p in together],
             "devices": devices,
             "settings": asdict(settings()),
             "abilities": [asdict(ability) for ability in abilities],
         }
     )
-    _print(packages, devices, abilities, output)
-    return all(packages[name].ok for name in REQUIRED)
+    _print(packages, together, devices, abilities, output)
+    broken = any(problem.rule.breaks for problem in together)
+    return all(packages[name].ok for name in REQUIRED) and not broken
 
 
 def inspect_package(name: str) -> Package:
@@ -107,30 +111,6 @@ def inspect_package(name: str) -> Package:
     return Package(name, version, wanted, ok=version is not None and in_range(version, wanted))
 
 
-def in_range(version: str, wanted: str) -> bool:
-    """Tell whether a version satisfies a range, by its numbers alone.
-
-    Args:
-        version: Such as ``"2.13.0+cpu"``; what follows the numbers is ignored.
-        wanted: Conditions with ``>=`` and ``<``, the only ones that this package declares.
-
-    Returns:
-        Whether all conditions hold.
-
-    Example:
-        >>> in_range("2.13.0+cpu", ">=2.13,<2.14"), in_range("2.14.1", ">=2.13,<2.14")
-        (True, False)
-    """
-    have = _numbers(version)
-    for condition in _CONDITION.finditer(wanted):
-        limit = _numbers(condition["version"])
-        if condition["operator"] == ">=" and have < limit:
-            return False
-        if condition["operator"] == "<" and have >= limit:
-            return False
-    return True
-
-
 def inspect_abilities(packages: dict[str, Package], devices: dict[str, list[str]]) -> list[Ability]:
     """Conclude what works here.
 
@@ -146,6 +126,7 @@ def inspect_abilities(packages: dict[str, Package], devices: dict[str, list[str]
         _simulated_device_ability(packages),
         _compiler_ability(packages),
         _real_device_ability(packages, devices),
+        _torch_tpu_on_cpu_ability(),
     ]
 
 
@@ -168,8 +149,11 @@ def _simulated_device_ability(packages: dict[str, Package]) -> Ability:
     if not settings().sim_device:
         return Ability(what, False, "switched off", "unset TPU_KERNELS_SIM_DEVICE")
     if packages["torch_tpu"].version is not None:
-        reason = "torch_tpu is installed; it owns the device name once it is imported"
-        return Ability(what, True, reason)
+        if detection.machine_has_tpu():
+            return Ability(what, False, "this machine has a TPU, and torch_tpu takes the device")
+        if os.environ.get(detection.AUTOLOAD) != "0":
+            reason = "torch loads torch_tpu, which is installed"
+            return Ability(what, False, reason, f"export {detection.AUTOLOAD}=0")
     return Ability(what, True, f"on host memory, as a {settings().sim_chip}")
 
 
@@ -191,8 +175,18 @@ def _real_device_ability(packages: dict[str, Package], devices: dict[str, list[s
     return Ability(what, True, f"torch_tpu {packages['torch_tpu'].version}")
 
 
+def _torch_tpu_on_cpu_ability() -> Ability:
+    what = "run TorchTPU itself without a TPU (experimental)"
+    reason = cpu_plugin.why_not()
+    if reason is None:
+        return Ability(what, True, f"tpu-kernels run --torch-tpu, by {cpu_plugin.find_plugin()}")
+    add = f"pip install 'tpu_kernels[{cpu_plugin.EXTRA}]'" if "installed" in reason else None
+    return Ability(what, False, reason, add)
+
+
 def _print(
     packages: dict[str, Package],
+    together: list[Problem],
     devices: dict[str, list[str]],
     abilities: list[Ability],
     output: Output,
@@ -205,6 +199,12 @@ def _print(
     for package in packages.values():
         rows.append((package.name, package.version, package.wanted, _state(package)))
     output.table("Packages", ("package", "installed", "wanted", ""), rows)
+    if together:
+        problem_rows = [
+            ("does not work" if p.rule.breaks else "untested", p.pair, p.rule.why, p.fix)
+            for p in together
+        ]
+        output.table("Versions together", ("", "what", "why", "to fix it"), problem_rows)
     files = [(kind, ", ".join(found) or "none") for kind, found in devices.items()]
     output.table("Devices", ("kind", "device files"), files)
     in_force = [(f"TPU_KERNELS_{k.upper()}", v) for k, v in asdict(settings()).items()]
@@ -242,8 +242,3 @@ def _wanted_range(name: str) -> str:
         if match and match["name"].lower().replace("-", "_") == name:
             return ",".join(sorted(match["range"].strip().split(","), reverse=True))
     return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"[0-9.]*[0-9]", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()

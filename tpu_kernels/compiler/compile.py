@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tpu_kernels import versions
 from tpu_kernels.compiler import artifacts, jobs, locations, pickling
 from tpu_kernels.compiler.chips import Target, resolve
 from tpu_kernels.compiler.cost.figures import ModuleEstimate
@@ -139,6 +140,8 @@ def compile_all(requests: Sequence[Request]) -> Generator[tuple[int, CompileRepo
         what still runs.
     """
     missing = why_unavailable()
+    if missing is None:
+        versions.check("libtpu", "jax")
     waiting: list[tuple[int, Request, _Lowered]] = []
     submitted: list[Job] = []
     for index, request in enumerate(requests):

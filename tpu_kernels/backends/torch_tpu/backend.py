@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tpu_kernels import _compat_torch_tpu as compat
+from tpu_kernels import versions
 from tpu_kernels.backends.torch_tpu import cpu_plugin, detection, programs, routes
 from tpu_kernels.backends.torch_tpu.executor import Executor
 from tpu_kernels.backends.torch_tpu.tracing import current_purpose
@@ -55,6 +56,7 @@ def register() -> None:
 
     Raises:
         DeviceError: TorchTPU does not own the device in this process.
+        VersionError: It does not work with the versions of other packages here.
     """
     if not detection.owns_device():
         raise DeviceError(
@@ -62,6 +64,7 @@ def register() -> None:
             hint="import torch_tpu on a machine with a TPU, or start with "
             "`tpu-kernels run --torch-tpu script.py`",
         )
+    versions.check("torch_tpu", "torch", "jax", "libtpu")
     backend_table.add_backend(_BACKEND)
     cache_tag.add_source("torch_tpu", _how_programs_are_made)
     routes.register()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -85,12 +84,14 @@ def find_plugin() -> Plugin | None:
                 hint=f"name the shared library of an XLA:CPU PJRT plug-in, or unset {PLUGIN}",
             )
         return Plugin(path.absolute(), path.name)
+    from importlib import metadata  # slow to import; `--help` of the command line imports this
+
     for distribution, package, file in KNOWN_PLUGINS:
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             path = Path(folder) / file
             if path.is_file():
-                return Plugin(path, distribution, importlib.metadata.version(distribution))
+                return Plugin(path, distribution, metadata.version(distribution))
     return None
 
 
