@@ -12,14 +12,16 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpu_kernels.integrations.torchtpu import jax_op
+    from tpu_kernels.integrations.transformers_attention import register_attention
 
-__all__ = ["install", "jax_op"]
+__all__ = ["install", "jax_op", "register_attention"]
 
 _lock = threading.Lock()
 _installed = False
@@ -39,6 +41,7 @@ def install() -> None:
         from tpu_kernels.backends import device
 
         after_import("torch.distributed.tensor", _attach_dtensor)
+        after_import("transformers.modeling_utils", _register_attention)
         device.when_installed(_provide_torch_tpu_pallas)
         _installed = True
 
@@ -49,17 +52,29 @@ def _attach_dtensor(module: Any) -> None:
     attachment.attach_to_kernels(module.DTensor)
 
 
+def _register_attention(_: Any) -> None:
+    from tpu_kernels.errors import MissingDependency
+    from tpu_kernels.integrations import transformers_attention
+
+    # An old version of transformers has no interface to register with, and works as before.
+    with contextlib.suppress(MissingDependency):
+        transformers_attention.register_attention()
+
+
 def _provide_torch_tpu_pallas() -> None:
     from tpu_kernels.integrations import torchtpu
 
     torchtpu.register_module()
 
 
+_WHERE = {"jax_op": "torchtpu", "register_attention": "transformers_attention"}
+
+
 def __getattr__(name: str) -> Any:
-    if name != "jax_op":
+    if name not in _WHERE:
         raise AttributeError(f"module 'tpu_kernels.integrations' has no attribute {name!r}")
     importlib.import_module("tpu_kernels.backends").ready()
     install()
-    value = importlib.import_module("tpu_kernels.integrations.torchtpu").jax_op
+    value = getattr(importlib.import_module(f"tpu_kernels.integrations.{_WHERE[name]}"), name)
     globals()[name] = value
     return value
