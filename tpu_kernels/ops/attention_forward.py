@@ -1,10 +1,10 @@
 """The forward kernel of attention: online softmax over the blocks that a static mask leaves.
 
-Everything is transposed: scores are [keys, queries], the accumulator is [v_dim, queries]. Maxima and
-sums over keys are then elementwise operations of registers, what is kept per query is one row, and
-the second product streams the few rows of the transposed values through the MXU while the weights
-sit in it: on the 256-wide MXUs of v6e and tpu7x that product wastes nothing at a head dimension of
-128, where the usual orientation leaves half of the columns idle.
+Everything is transposed: scores are [keys, queries], the accumulator is [v_dim, queries]. Maxima
+and sums over keys are then elementwise operations of registers, what is kept per query is one row,
+and the second product streams the few rows of the transposed values through the MXU while the
+weights sit in it: on the 256-wide MXUs of v6e and tpu7x that product wastes nothing at a head
+dimension of 128, where the usual orientation leaves half of the columns idle.
 
 A block is computed in parts, in three stages each: products and their maximum, exponentials, and
 the product with the values. Stage by stage, the code of three successive parts is interleaved, so

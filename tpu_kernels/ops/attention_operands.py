@@ -117,9 +117,10 @@ def segment_overlap(operands: Operands, blocks: Blocks) -> jax.Array:
     Returns:
         int32 [batch, q blocks x kv blocks].
     """
-    assert operands.q_segments is not None and operands.kv_segments is not None
 
-    def ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    def ranges(ids: jax.Array | None, block: int) -> tuple[jax.Array, jax.Array]:
+        if ids is None:
+            return jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
         # the edge repeats its last id: padding must not widen a range
         ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
         cut = ids.reshape(ids.shape[0], -1, block)

@@ -20,8 +20,8 @@ from tpu_kernels.ops.tiles import LANES, MIB, even_block, padded_bytes, round_up
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# A part of 512 queries keeps both 256-wide MXUs busy. The more keys in it, the rarer the accumulator
-# is rescaled; the backward, which rescales nothing, spills less with half as many.
+# A part of 512 queries keeps both 256-wide MXUs busy. The more keys in it, the rarer the
+# accumulator is rescaled; the backward, which rescales nothing, spills less with half as many.
 PART = 512
 
 # What the autotuner tries.

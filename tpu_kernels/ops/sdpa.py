@@ -132,7 +132,7 @@ def suits(
     return True
 
 
-# The operators of ATen that stand for a fused implementation ---------------------------------------
+# The operators of ATen that stand for a fused implementation --------------------------------------
 
 
 def _fused(
