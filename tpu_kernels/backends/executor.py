@@ -19,11 +19,12 @@ import torch
 from tpu_kernels import _compat_jax
 from tpu_kernels.backends import packing, resident
 from tpu_kernels.backends.bridge import Bridge, WrongDevice
+from tpu_kernels.backends.call_source import array_expression, import_lines, key_parts, return_lines
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
-from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
+from tpu_kernels.dsl.spec import Kind
 from tpu_kernels.errors import ArgumentError, DeviceError, TraceError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.engine import Engine, current_mode
@@ -93,7 +94,7 @@ class Executor:
         keys = ["_mode()"] + [k for p in definition.parameters for k in key_parts(p)]
         tensors = [p for p in definition.parameters if p.kind.is_tensor]
         plain = [p.name for p in tensors if p.kind is Kind.TENSOR]
-        arrays = [_array_expression(p) for p in tensors]
+        arrays = [array_expression(p) for p in tensors]
         arrays += [p.name for p in definition.parameters if p.kind is Kind.DYNAMIC]
         call = f"_program({', '.join(arrays)})"
         lines = [
@@ -105,8 +106,8 @@ class Executor:
             f"        return _first(_key, [{', '.join(names)}])",
             "    _launch()",
             "    try:",
-            *(line for name in plain for line in _import_lines(name)),
-            *_return_lines(definition.returns, definition.mutated, definition.parameters, call),
+            *(line for name in plain for line in import_lines(name)),
+            *return_lines(definition.returns, definition.mutated, definition.parameters, call),
             "    except _WrongDevice:",
             f"        raise _wrong_device([{', '.join(names)}]) from None",
             "    except OverflowError as _error:",
@@ -391,85 +392,3 @@ def _write_back(old: Any, new: Any) -> None:
             o.copy_(n)
     else:
         old.copy_(new)
-
-
-# ---------------------------------------------------------------------- source text of the fast
-# path
-def key_parts(p: Parameter) -> list[str]:
-    """Source texts of a parameter's part of a program's key.
-
-    They use the names ``_shape_<name>`` and ``_dtype_<name>`` of plain tensors, ``_tuple`` and
-    ``_freeze``.
-    """
-    name = p.name
-    if p.kind is Kind.TENSOR:
-        return [f"_shape_{name}", f"_dtype_{name}"]
-    if p.kind is Kind.OPTIONAL:
-        return [f"None if {name} is None else ({name}.shape, {name}.dtype)"]
-    if p.kind is Kind.LIST:
-        return [f"_tuple([(_t.shape, _t.dtype) for _t in {name}])"]
-    if p.kind.is_list:
-        items = f"_tuple([None if _t is None else (_t.shape, _t.dtype) for _t in {name}])"
-        return [f"None if {name} is None else {items}"]
-    if p.kind is Kind.DYNAMIC:
-        return []
-    return [name] if p.schema_type in ("str", "int", "ScalarType") else [f"_freeze({name})"]
-
-
-def _import_lines(name: str) -> list[str]:
-    """`Bridge.to_jax` of a plain tensor, written out: a call would cost as much as its content."""
-    return [
-        f"        _hit = _remembered(_id({name}))",
-        f"        if (_hit is not None and _hit[1]() is {name} and _hit[2] == {name}.data_ptr()"
-        f" and _hit[3] == _shape_{name} and _hit[4] is _dtype_{name} and {name}.is_contiguous()):",
-        f"            _array_{name} = _hit[0]",
-        "        else:",
-        f"            _array_{name} = _import({name})",
-    ]
-
-
-def _array_expression(p: Parameter) -> str:
-    name = p.name
-    if p.kind is Kind.TENSOR:
-        return f"_array_{name}"
-    if p.kind is Kind.OPTIONAL:
-        return f"None if {name} is None else _J({name})"
-    if p.kind is Kind.LIST:
-        return f"_tuple([_J(_t) for _t in {name}])"
-    return f"None if {name} is None else _tuple([None if _t is None else _J(_t) for _t in {name}])"
-
-
-def _return_lines(
-    returns: Sequence[ReturnKind],
-    mutated: Sequence[str],
-    parameters: Sequence[Parameter],
-    call: str,
-) -> list[str]:
-    if len(returns) == 1 and not mutated:
-        if returns[0] is ReturnKind.TENSOR:
-            return [f"        return _T({call})"]
-        lines = [f"        _r = {call}"]
-        return [*lines, f"        return {_torch_expression(returns[0], '_r')}"]
-    lines = [f"        _r = {call}"]
-    kinds = {p.name: p.kind for p in parameters}
-    for i, name in enumerate(mutated, start=len(returns)):
-        if kinds[name].is_list:
-            lines.append(f"        for _o, _n in zip({name}, _r[{i}]): _o.copy_(_T(_n))")
-        else:
-            lines.append(f"        {name}.copy_(_T(_r[{i}]))")
-    results = [_torch_expression(kind, f"_r[{i}]") for i, kind in enumerate(returns)]
-    if len(results) > 1:
-        lines.append(f"        return ({', '.join(results)})")
-    elif results:
-        lines.append(f"        return {results[0]}")
-    else:
-        lines.append("        return None")
-    return lines
-
-
-def _torch_expression(kind: ReturnKind, value: str) -> str:
-    if kind is ReturnKind.TENSOR:
-        return f"_T({value})"
-    if kind is ReturnKind.OPTIONAL:
-        return f"None if {value} is None else _T({value})"
-    return f"[_T(_v) for _v in {value}]"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tpu_kernels import _compat_torch_tpu as compat
-from tpu_kernels.backends.executor import key_parts
+from tpu_kernels.backends.call_source import key_parts
 from tpu_kernels.backends.torch_tpu.programs import Maker, Program
 from tpu_kernels.backends.torch_tpu.tracing import current_purpose
 from tpu_kernels.dsl import dtypes
