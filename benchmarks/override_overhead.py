@@ -75,6 +75,7 @@ def rows() -> dict[str, float]:
 
     return measure(
         {
+            "torch.add": lambda: batch(lambda: torch.add(a, b)),
             "plain torch.mm": lambda: batch(call),
             "implementation alone": lambda: batch(lambda: implementation(a, b)),
             "declined, process-wide": under(scoped=False, when=declines),
@@ -104,8 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         for name, value in times.items():
             bar = DECLINED_BAR if name.startswith("declined") else MATCHED_BAR
+            ratio = value / times["torch.add"]
             on_top = f"  +{extra[name]:.2f} (bar {bar:.0f})" if name in extra else ""
-            sys.stdout.write(f"{name:28s}{value:7.2f} µs{on_top}\n")
+            sys.stdout.write(f"{name:28s}{value:7.2f} µs  {ratio:5.2f} x add{on_top}\n")
     held = all(
         value <= (DECLINED_BAR if name.startswith("declined") else MATCHED_BAR)
         for name, value in extra.items()
