@@ -24,7 +24,7 @@ ROOT = HERE.parent.parent
 PROGRAMS = sorted(path.stem for path in (HERE / "programs").glob("*.py"))
 NEEDS_LIBTPU = {"compiler"}
 SETTINGS = {"public_calls": {"TPU_KERNELS_TORCH_TPU_CALLS": "public"}}
-TIME_LIMIT_S = 280.0
+TIME_LIMIT_S = 600.0  # a busy machine takes four times as long as an idle one
 
 
 def checks(program: str) -> list[str]:
@@ -78,6 +78,7 @@ def outcomes(program: str) -> dict[str, str]:
 
 @pytest.mark.torch_tpu
 @pytest.mark.slow
+@pytest.mark.timeout(TIME_LIMIT_S + 60)
 @pytest.mark.parametrize(("program", "check"), CASES)
 def test_check(program: str, check: str) -> None:
     outcome = outcomes(program)[check]
@@ -126,6 +127,7 @@ print("RESULT", first == second == [value] * 3, missed, counters["autograd_cache
 
 @pytest.mark.torch_tpu
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIME_LIMIT_S + 60)
 def test_the_next_process_gets_no_executable_of_before_a_change(tmp_path: Path) -> None:
     """A kernel's body, a tuned config and an override change between two processes."""
     script = tmp_path / "script.py"
