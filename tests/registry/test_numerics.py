@@ -314,6 +314,20 @@ def test_fallback_of_a_users_override_is_the_rounded_product() -> None:
         within(torch.mm(x, y), x.double() @ y.double(), "medium")
 
 
+def test_checks_accept_the_rounding_that_was_asked_for_and_say_so(kernel: tk.Kernel) -> None:
+    args = (data(16, 128), data(128, 128, seed=1))
+    assert "products" not in tk.check(kernel, args, passes=("numerics",)).row("numerics").what
+    with tk.numerics("tpu"):
+        row = tk.check(kernel, args, passes=("numerics",)).row("numerics")
+        assert (row.status, "products at DEFAULT precision" in row.what) == ("ok", True), row.text
+        torch.set_float32_matmul_precision("medium")
+        report = tk.check(tk.override("aten::mm", kernel, device="cpu"), args)
+        assert report.ok, report.text
+        torch.set_float32_matmul_precision("highest")
+        wrong = tk.override("aten::mm", lambda x, y: kernel(x, y), device="cpu")
+        assert tk.check(wrong, args).row("numerics").status == "failed", "it ignores the precision"
+
+
 # -- scopes ----------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from tpu_kernels.errors import ArgumentError
+from tpu_kernels.registry.engine import current_mode
+from tpu_kernels.registry.numerics.mxu import jax_precision
 from tpu_kernels.registry.overrides import Override
 from tpu_kernels.registry.overrides.chain import originals
 from tpu_kernels.registry.overrides.checked import contract_problems, memory_of
@@ -236,6 +238,8 @@ class _Comparison:
     ) -> None:
         if name == "numerics":
             self.compared[name] += 1
+        # The original is computed exactly, the override as the chip would.
+        product = jax_precision().upper() if current_mode().numerics == "tpu" else None
         dtypes = [t.dtype for t in (*got, *tensors((sample.args, sample.kwargs)))]
         for index, triple in enumerate(zip(got, own, exact, strict=True)):
             a, b, c = (_plain(t) for t in triple)
@@ -248,7 +252,8 @@ class _Comparison:
                 continue
             inexact = c.is_floating_point() or c.is_complex()
             # The original is no more exact than its dtype either; twice its error is as good.
-            accepted = max(tolerance(dtypes, sample.size), 2 * original_error) if inexact else 0.0
+            rounded = tolerance(dtypes, sample.size, product)
+            accepted = max(rounded, 2 * original_error) if inexact else 0.0
             error, place = largest_error(a, c, accepted)
             if error > self.worst.get(name, (-1.0, 0.0, 0.0))[0]:
                 self.worst[name] = (error, original_error, accepted)

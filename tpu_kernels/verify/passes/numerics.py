@@ -11,9 +11,15 @@ from torch.overrides import TorchFunctionMode
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry import reference
+from tpu_kernels.registry.engine import current_mode
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.verify.passes.operator import call, fresh
-from tpu_kernels.verify.passes.tolerance import largest_error, reduction_size, tolerance
+from tpu_kernels.verify.passes.tolerance import (
+    largest_error,
+    product_precision,
+    reduction_size,
+    tolerance,
+)
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed, failed_with
 
@@ -64,6 +70,8 @@ def compare(
         what: What each tensor is; ``"output 0"`` and so on by default.
     """
     inputs = [leaf.dtype for leaf in subject.program.leaves if isinstance(leaf, torch.Tensor)]
+    emulates = current_mode().numerics == "tpu"
+    product = product_precision(subject.jaxpr) if emulates else None
     told = []
     for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
         label = what[index] if what else f"output {index}"
@@ -71,11 +79,13 @@ def compare(
             shapes = f"{label} has shape {list(a.shape)}, the reference {list(b.shape)}"
             return failed(name, shapes, subject.where)
         inexact = a.is_floating_point() or a.is_complex()
-        accepted = tolerance([a.dtype, *inputs], terms) if inexact else 0.0
+        accepted = tolerance([a.dtype, *inputs], terms, product) if inexact else 0.0
         error, place = largest_error(a, b, accepted)
         basis = f"accepted {accepted:.1e} for {str(a.dtype).removeprefix('torch.')}"
         if terms > 1 and inexact:
             basis += f" and sums of {terms}"
+        if product is not None and inexact:
+            basis += f", products at {product} precision"
         if error > accepted:
             return failed(
                 name,

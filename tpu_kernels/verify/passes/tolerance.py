@@ -13,6 +13,8 @@ from tpu_kernels.dsl.dtypes import PACKED
 
 _REDUCTIONS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "reduce_and", "reduce_or")
 _ROUNDINGS = 4  # half a unit for inputs, intermediate results and output each, and some to spare
+# Error of one float32 product on the MXU by its precision, of the largest value (docs/numerics.md).
+_PRODUCTS = {"DEFAULT": 2.6e-3, "HIGH": 1.3e-5, "HIGHEST": 5e-7}
 _SUM_FACTOR = 16  # of the random walk of rounding errors, at the unlucky element of many
 
 
@@ -65,7 +67,31 @@ def _trips(eqn: Any) -> int:
     return 1
 
 
-def tolerance(dtypes: Sequence[torch.dtype], terms: int) -> float:
+def product_precision(jaxpr: Any) -> str | None:
+    """The coarsest precision of the float32 products of a traced program, None if it has none.
+
+    Args:
+        jaxpr: A closed jaxpr.
+
+    Returns:
+        ``"DEFAULT"``, ``"HIGH"`` or ``"HIGHEST"``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+        >>> product_precision(jax.make_jaxpr(lambda x: jnp.dot(x, x, precision="high"))(x))
+        'HIGH'
+    """
+    from tpu_kernels.registry.numerics import jaxpr as products
+
+    found: list[str] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = [product_precision(j) for j in _compat_jax.inner_jaxprs(eqn)]
+        found += [name for name in (products.product_precision(eqn), *inner) if name in _PRODUCTS]
+    return max(found, key=_PRODUCTS.__getitem__, default=None)
+
+
+def tolerance(dtypes: Sequence[torch.dtype], terms: int, product: str | None = None) -> float:
     """Error to accept, relative to the largest magnitude of the reference.
 
     Rounding once costs half a unit of the coarsest dtype involved, a handful of times in a kernel.
@@ -75,6 +101,7 @@ def tolerance(dtypes: Sequence[torch.dtype], terms: int) -> float:
     Args:
         dtypes: Dtypes of inputs and outputs.
         terms: `reduction_size` of the program.
+        product: `product_precision` of the program, where products are rounded as on a TPU.
 
     Returns:
         The tolerance, 0 where nothing is rounded.
@@ -89,7 +116,8 @@ def tolerance(dtypes: Sequence[torch.dtype], terms: int) -> float:
         return 0.0
     coarsest = max(torch.finfo(d).eps for d in inexact)
     sums = torch.finfo(torch.float32).eps if coarsest > 1e-10 else coarsest
-    return float(_ROUNDINGS * coarsest + _SUM_FACTOR * sums * math.sqrt(terms))
+    rounded = _PRODUCTS[product] if product is not None else 0.0
+    return float(_ROUNDINGS * (coarsest + rounded) + _SUM_FACTOR * sums * math.sqrt(terms))
 
 
 def largest_error(got: torch.Tensor, wanted: torch.Tensor, accepted: float) -> tuple[float, str]:
