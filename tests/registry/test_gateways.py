@@ -45,8 +45,8 @@ def plus_one(a: Any, b: Any, fallback: Any) -> Any:
 
 def test_the_whole_is_expressed_as_long_as_a_part_is_overridden(one_piece: list[str]) -> None:
     plain = norm()
-    table = _compat_torch.dispatch_table(torch.ops.aten.native_layer_norm.default)
     handle = tk.override(PART, plus_one, device="cpu")
+    table = _compat_torch.dispatch_table(torch.ops.aten.native_layer_norm.default)
     assert norm().equal(plain)
     for _ in range(2):
         with handle:
