@@ -381,10 +381,35 @@ def a_model_trains_as_on_one_device(mesh: DeviceMesh) -> None:
 
 
 @check
+def second_derivatives_agree(mesh: DeviceMesh) -> None:
+    x, w = whole_numbers(8, 4), whole_numbers(4, 4)
+    for kernel, plain in ((mm, torch.mm), (hand_written, torch.mul)):
+        b = w if kernel is mm else w[0]
+
+        def second(function: Any, tensors: Any) -> list[Any]:
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            out = function(*leaves)
+            (first,) = torch.autograd.grad((out * out).sum(), leaves[0], create_graph=True)
+            return list(torch.autograd.grad((first * first).sum(), leaves))
+
+        expected = second(plain, [x, b])
+        for placements in every_placement(mesh, x.ndim, b.ndim):
+            given = [placed(t, mesh, p) for t, p in zip((x, b), placements, strict=True)]
+            for e, g in zip(expected, second(kernel, given), strict=True):
+                torch.testing.assert_close(g.full_tensor(), e)
+
+
+@check
 def compiled_graphs_agree(mesh: DeviceMesh) -> None:
+    for backend in ("aot_eager", "tpu"):
+        _compiled_graphs_agree(mesh, backend)
+
+
+def _compiled_graphs_agree(mesh: DeviceMesh, backend: str) -> None:
+    torch._dynamo.reset()
     x, w = whole_numbers(8, 4), whole_numbers(4, 8)
     rest = [Replicate()] * (mesh.ndim - 1)
-    compiled = torch.compile(lambda a, b: mm(a, b) * 2, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda a, b: mm(a, b) * 2, backend=backend, fullgraph=True)
     for differentiate in (False, True):
         dx = placed(x, mesh, [Shard(0), *rest]).detach().requires_grad_(differentiate)
         dw = placed(w, mesh, [Replicate()] * mesh.ndim).detach().requires_grad_(differentiate)

@@ -30,6 +30,7 @@ NAMES = [
     "rules_as_functions_and_replaced_rules",
     "mistakes_are_named",
     "a_model_trains_as_on_one_device",
+    "second_derivatives_agree",
     "compiled_graphs_agree",
 ]
 

@@ -147,7 +147,7 @@ class DistributedKernel:
             )
         shape = torch.Size(meta.shape)
         stride = row_major_strides(shape)
-        return DTensor.from_local(result, mesh, where, run_check=False, shape=shape, stride=stride)
+        return _wrap(result, mesh, where, shape, stride)
 
     # ------------------------------------------------------------------ planning
     def _plan(
@@ -246,6 +246,46 @@ class DistributedKernel:
             hint="the sharding rule allows no such placement of an argument that is written to;"
             " redistribute it before the call, for example to Replicate()",
         )
+
+
+def _wrap(
+    result: torch.Tensor, mesh: DeviceMesh, where: Placements, shape: torch.Size, stride: Any
+) -> DTensor:
+    if torch.is_grad_enabled() and result.requires_grad:
+        return _FromLocal.apply(result, mesh, where, shape, stride)  # type: ignore[no-any-return, no-untyped-call]
+    return DTensor.from_local(result, mesh, where, run_check=False, shape=shape, stride=stride)
+
+
+class _FromLocal(torch.autograd.Function):
+    """`DTensor.from_local` whose backward can be differentiated.
+
+    torch's own leaves the graph where the gradient arrives in other placements than the result has,
+    as it always does for partial sums: second derivatives would silently lack terms.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        where: Placements,
+        shape: torch.Size,
+        stride: Any,
+    ) -> DTensor:
+        ctx.where = where
+        return DTensor.from_local(
+            local.detach(), mesh, where, run_check=False, shape=shape, stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        # Each part of a sum has the gradient of the whole; what flows back into that gradient is a
+        # sum over the parts in turn.
+        wanted = tuple(Replicate() if p.is_partial() else p for p in ctx.where)
+        if tuple(grad.placements) != wanted:
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local(grad_placements=ctx.where), None, None, None, None
 
 
 def _local(
