@@ -63,6 +63,18 @@ def remove_operator(operator: Operator) -> None:
         _operators.discard(operator)
 
 
+def operator_of(overload: Any) -> Operator | None:
+    """The operator behind a torch overload, None if it is not one of ours.
+
+    Derived operators (forward with residuals, backward, batched) are found as well.
+    """
+    with _lock:
+        for operator in _operators:
+            if operator.op is overload:
+                return operator
+    return None
+
+
 def backends() -> dict[str, Backend]:
     """The backends by dispatch key."""
     return dict(_backends)

@@ -510,15 +510,29 @@ def functional_graph(
     function: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    keep_meta: bool = False,
 ) -> torch.fx.GraphModule:
-    """Trace a function to a graph of ATen operators that writes to nothing.
+    """Trace a function to a graph of ATen operators that writes to nothing but its inputs.
 
     `make_fx` is the tracer below `torch.export`, which would wrap the function in a module first.
+
+    Args:
+        function: Function of tensors.
+        inputs: Fake tensors.
+        decompositions: How operators are expressed in others.
+        keep_meta: Whether nodes keep what `torch.fx.traceback` knew when they were made.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    functional = torch.func.functionalize(function, remove="mutations_and_views")
-    return make_fx(functional, decomposition_table=dict(decompositions))(*inputs)
+    graph = make_fx(function, decomposition_table=dict(decompositions))(*inputs)
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    if any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets):
+        # In a second step: the first would not see into composite operators.
+        run = torch.fx.Interpreter(graph).run if keep_meta else graph
+        functional = torch.func.functionalize(run, remove="mutations_and_views")
+        graph = make_fx(functional, decomposition_table=dict(decompositions))(*inputs)
+    return graph
 
 
 def all_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -16,6 +16,7 @@ LAYERS = (
     ("tpu_kernels.dsl",),
     ("tpu_kernels.compiler",),
     ("tpu_kernels.registry",),
+    ("tpu_kernels.lowering",),
     ("tpu_kernels.backends",),
     ("tpu_kernels.verify",),
     ("tpu_kernels.tuning",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.fx import GraphModule
 
 from tpu_kernels._compat_torch import aot_backend, register_dynamo_backend
 from tpu_kernels.backends.device import auto_install, when_installed, why_not
+from tpu_kernels.backends.graphs import CompiledGraph, GraphOptions
+from tpu_kernels.compiler.chips import resolve
 from tpu_kernels.errors import ArgumentError, DeviceError
 
 NAME = "tpu"
@@ -30,11 +33,14 @@ graph_passes: list[Callable[[GraphModule, Sequence[Any]], None]] = []
 # that an overridden operator is still one node when `lower_graph` sees it.
 decompositions: dict[OpOverload, Callable[..., Any]] = {}
 
+OPTIONS = frozenset({"dump", "target"})
+
 # Options of TorchTPU's backend that change how it compiles, not what is computed; accepted,
 # so that a program needs no branch, and change nothing here.
 IGNORED_OPTIONS = frozenset(
     {"serializable", "debug_callback", "num_dynamic_buckets", "bucket_size"}
 )
+_OPTIONS = "tpu_kernels_options"  # key of `GraphModule.meta`
 
 
 def lower_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -45,11 +51,10 @@ def lower_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
         example_inputs: Fake tensors and symbolic integers, one for each placeholder.
 
     Returns:
-        A function that takes the graph's inputs and returns its outputs as a list or tuple. Here it
-        runs the graph node by node on the device that the tensors are on.
+        A function that takes the graph's inputs and returns its outputs as a list or tuple: JAX
+        programs, lowered and compiled at the first call.
     """
-    forward: Callable[..., Any] = gm.forward
-    return forward
+    return CompiledGraph(gm, gm.meta.get(_OPTIONS, GraphOptions()))
 
 
 def tpu(
@@ -64,7 +69,9 @@ def tpu(
     Args:
         gm: The function that Dynamo captured.
         example_inputs: Its inputs, as fake tensors and symbolic integers.
-        options: Options of ``torch.compile``; those of TorchTPU's backend are accepted.
+        options: Options of ``torch.compile``: ``"dump"``, a folder for each program's StableHLO;
+            ``"target"``, the chip whose configurations kernels use. Those of TorchTPU's backend
+            are accepted.
         mode: Mode of ``torch.compile``; accepted and without effect.
 
     Returns:
@@ -82,22 +89,30 @@ def tpu(
     """
     if not auto_install():
         return _real_backend()(gm, example_inputs, options=options, mode=mode)  # type: ignore[no-any-return]
-    unknown = sorted(set(options or ()) - IGNORED_OPTIONS)
+    chosen = _read(options or {})
+
+    def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for graph_pass in list(graph_passes):
+            graph_pass(graph, inputs)
+        graph.graph.lint()
+        graph.recompile()
+        graph.meta[_OPTIONS] = chosen
+        with torch.no_grad():
+            return lower_graph(graph, inputs)
+
+    return aot_backend(compile_graph, decompositions)(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def _read(options: Mapping[str, Any]) -> GraphOptions:
+    unknown = sorted(set(options) - IGNORED_OPTIONS - OPTIONS)
     if unknown:
         raise ArgumentError(
             f"torch.compile(backend='tpu') got unknown options {unknown}",
-            hint=f"known options: {', '.join(sorted(IGNORED_OPTIONS))}",
+            hint=f"known options: {', '.join(sorted(IGNORED_OPTIONS | OPTIONS))}",
         )
-    return aot_backend(_compile, decompositions)(gm, example_inputs)  # type: ignore[no-any-return]
-
-
-def _compile(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    for graph_pass in list(graph_passes):
-        graph_pass(gm, example_inputs)
-    gm.graph.lint()
-    gm.recompile()
-    with torch.no_grad():
-        return lower_graph(gm, example_inputs)
+    dump, target = options.get("dump"), options.get("target")
+    chip = None if target is None else resolve(target).chip.name
+    return GraphOptions(None if dump is None else Path(dump), chip)
 
 
 def _real_backend() -> Callable[..., Any]:
