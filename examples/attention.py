@@ -1,4 +1,4 @@
-"""Give an unmodified PyTorch model fused attention on "tpu", and ask the TPU compiler what it costs.
+"""Give an unmodified PyTorch model fused attention on "tpu", and ask the TPU compiler about it.
 
     python examples/attention.py
 

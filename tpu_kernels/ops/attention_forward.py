@@ -58,12 +58,25 @@ _NT = ((1,), (1,))
 def splits(plan: Plan, shape: Shape, dtype: Any) -> bool:
     """Whether queries carry the scale, as the sum of two numbers of their dtype.
 
-    One bfloat16 number would lose what makes a score exact. A second one costs nothing where the
-    MXU is 256 deep and the heads are 128, and beats multiplying every score.
+    One bfloat16 number would lose what makes a score exact. A second one doubles the depth of the
+    product, which costs nothing where the MXU is deeper than the heads are; elsewhere, multiplying
+    every score is cheaper.
     """
     if dtype != jnp.bfloat16:
         return True
-    return shape.depth <= 128 if plan.split_scale is None else plan.split_scale
+    if plan.split_scale is not None:
+        return plan.split_scale
+    return 2 * shape.depth <= _mxu_depth()
+
+
+def _mxu_depth() -> int:
+    """Rows of an MXU of the chip that a program is lowered for; of recent chips if that is unknown.
+
+    The abstract device tells, and nobody else is asked: `pltpu.get_tpu_info` without one starts
+    JAX's backends.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return 256 if device is None else pltpu.get_tpu_info().mxu_column_size
 
 
 def forward(
