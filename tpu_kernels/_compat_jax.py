@@ -357,6 +357,7 @@ class PallasCall:
         grid: Sizes; a dynamic bound is no int.
         blocks: The operands and results with a window in VMEM.
         scratch: Shape and width in bits of each VMEM scratch buffer.
+        scalars: The same of what lies in SMEM: prefetched operands, blocks and scratch.
         vmem_limit: Its ``vmem_limit_bytes``, None for the default.
         flops_per_step: Operations in `dot_general` per grid step, by dtype name of the operands.
         calls: Product of the lengths of the enclosing scans.
@@ -367,6 +368,7 @@ class PallasCall:
     grid: tuple[Any, ...]
     blocks: tuple[PallasBlock, ...]
     scratch: tuple[tuple[tuple[int, ...], int], ...]
+    scalars: tuple[tuple[tuple[int, ...], int], ...]
     vmem_limit: int | None
     flops_per_step: dict[str, float]
     calls: int
@@ -492,10 +494,20 @@ def _pallas_call(eqn: Any, calls: int) -> PallasCall:
             if str(block.block_aval.memory_space) in ("None", "default", "vmem")
         ),
         scratch=tuple((tuple(aval.shape), _bits(aval.dtype)) for aval in scratch),
+        scalars=tuple(_scalar_operands(eqn)),
         vmem_limit=getattr(params.get("compiler_params"), "vmem_limit_bytes", None),
         flops_per_step=_dot_flops(params["jaxpr"]),
         calls=calls,
     )
+
+
+def _scalar_operands(eqn: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    mapping = eqn.params["grid_mapping"]
+    first = mapping.num_dynamic_grid_bounds
+    prefetched = [v.aval for v in eqn.invars[first : first + mapping.num_index_operands]]
+    inside = [*(b.block_aval for b in mapping.block_mappings), *mapping.scratch_avals]
+    for aval in (*prefetched, *(a for a in inside if str(a.memory_space) == "smem")):
+        yield tuple(int(size) for size in aval.shape), _bits(aval.dtype)
 
 
 def _pallas_block(block: Any, axes: int) -> PallasBlock:

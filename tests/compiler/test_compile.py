@@ -269,8 +269,38 @@ def test_code_that_ends_or_stops_its_process_is_named(
         "v6e",
         name="stuck",
         isolate=True,
-        timeout_s=3.0,
+        timeout_s=3.0 if status == "timeout" else 60.0,
     )
     assert report.status == status
     assert report.source_line == line
     assert "test_compile.py" in (report.where or "")
+
+
+@pytest.mark.libtpu
+def test_a_report_has_scalar_memory_and_the_units_of_the_hot_loop(kernels: ModuleType) -> None:
+    indices = jax.ShapeDtypeStruct((1000,), jnp.int32)
+    x = jax.ShapeDtypeStruct((32, 128), jnp.float32)
+    report = compile_function(kernels.selected_rows, [indices, x], "v6e", name="rows")
+    assert report.ok, report
+    assert report.smem_bytes == 4000
+    assert "SMEM: 3.9 KiB" in report.text
+    assert compile_function(kernels.increment, [TILE], "v6e", name="plain").smem_bytes is None
+    product = compile_function(
+        lambda x: kernels.tiled_matmul(x, x), [MATRIX], "v6e", name="product"
+    )
+    (line,) = (line for line in product.text.splitlines() if "hot loop of" in line)
+    for unit in ("MXU", "XLU", "VALU", "EUP", "loads", "stores"):
+        assert unit in line
+    assert line.index("MXU") < line.index("EUP")  # a matrix product keeps the matrix unit busy
+
+
+@pytest.mark.libtpu
+def test_out_of_vmem_lists_buffers_and_a_limit_that_suffices(kernels: ModuleType) -> None:
+    x = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)
+    report = compile_function(lambda x: kernels.rows(x, 512), [x], "v6e", name="rows")
+    assert report.status == "vmem"
+    assert "input 0 of pallas_call: 2 buffers of float32[512, 8192]: 32.0 MiB" in report.text
+    assert report.hint is not None
+    limit = int(report.hint.partition("vmem_limit_bytes=")[2].partition(")")[0])
+    raised = compile_function(lambda x: kernels.rows(x, 512, limit=limit), [x], "v6e", name="r")
+    assert raised.ok, raised

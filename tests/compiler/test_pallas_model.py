@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.compiler.chips import resolve
 from tpu_kernels.compiler.cost.figures import ModuleEstimate
+from tpu_kernels.compiler.pallas_grid import argument_of, grid_calls
 from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.tuning.objective import CostModel, Evidence, Roofline
@@ -185,3 +186,32 @@ def test_subbyte_dtypes_take_their_bits() -> None:
     assert model.windows[0].bytes == 64 * 256 // 2
     (narrow,) = pallas_models(jax.make_jaxpr(fn)(np.zeros((64, 3), np.int8)))
     assert narrow.windows[0].bytes == 64 * 128
+
+
+def test_buffers_are_listed_with_their_padding_and_scalar_memory_is_counted() -> None:
+    def body(scalars, a, o, counter, row):
+        o[...] = a[...] + scalars[0]
+
+    def fn(indices, x):
+        block = pl.BlockSpec((16, 100), lambda i, s: (i, 0))
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(4,),
+            in_specs=[block],
+            out_specs=block,
+            scratch_shapes=[pltpu.SMEM((10,), jnp.int32), pltpu.VMEM((8, 128), jnp.float32)],
+        )
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=shape)(indices, x)
+
+    arrays = [jax.ShapeDtypeStruct((50,), "int32"), jax.ShapeDtypeStruct((64, 100), "float32")]
+    (model,) = pallas_models(jax.make_jaxpr(fn)(*arrays))
+    assert model.smem_bytes == 50 * 4 + 10 * 4
+    assert model.buffers() == [
+        # Pallas counts the prefetched operand as input 0.
+        "input 1 of pallas_call: 2 buffers of float32[16, 100], padded to [16, 128]: 16.0 KiB",
+        "the output of pallas_call: 2 buffers of float32[16, 100], padded to [16, 128]: 16.0 KiB",
+        "scratch: 4.0 KiB",
+    ]
+    calls = grid_calls(jax.make_jaxpr(fn)(*arrays))
+    assert [argument_of(calls, position) for position in range(3)] == [None, 1, None]

@@ -92,7 +92,9 @@ def _print(reports: CompileReports, output: Output) -> None:
         "outputs",
         "temporaries",
         "VMEM",
+        "SMEM",
         "code",
+        "estimated",
     )
     output.table("", columns, [_row(report) for report in reports.values()])
     for report in reports.values():
@@ -101,6 +103,7 @@ def _print(reports: CompileReports, output: Output) -> None:
 
 
 def _row(report: CompileReport) -> tuple[str | None, ...]:
+    time_us = report.estimate.us if report.estimate is not None else None
     return (
         report.target,
         report.status,
@@ -109,7 +112,9 @@ def _row(report: CompileReport) -> tuple[str | None, ...]:
         _size(report.hbm_output_bytes),
         _size(report.hbm_temp_bytes),
         _size(report.vmem_bytes),
+        _size(report.smem_bytes),
         _size(report.code_bytes),
+        None if time_us is None else f"{time_us:.1f} µs",
     )
 
 

@@ -168,7 +168,7 @@ class _Lowered:
     digest: str = ""
     place_digest: str = ""
     seconds: float = 0.0
-    kernels: Sequence[Mapping[str, str | None]] = ()
+    kernels: Sequence[Mapping[str, Any]] = ()
 
 
 _lowering_lock = threading.RLock()  # JAX's tracing caches are safe, the author's globals may not be
@@ -271,6 +271,8 @@ def _finish(request: Request, lowered: _Lowered, outcome: Outcome) -> CompileRep
 def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> CompileReport:
     figures = {name: result[name] for name in _FIGURES if name in result}
     figures.setdefault("lowering_seconds", lowered.seconds)
+    scalar = [kernel["smem_bytes"] for kernel in lowered.kernels if kernel.get("smem_bytes")]
+    figures["smem_bytes"] = max(scalar, default=None)
     if result["ok"]:
         if result["estimate"] is not None:
             figures["estimate"] = ModuleEstimate.from_dict(result["estimate"])
@@ -284,12 +286,16 @@ def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> C
     if where is None:
         kernel = _kernel_of(message, lowered.kernels)
         where, source_line = kernel.get("where"), kernel.get("source_line")
+    error = found.error
     if found.status == "vmem":
+        buffers = _kernel_of(message, lowered.kernels).get("buffers") or ()
+        if "\n" not in error:  # the compiler's own list of them knows more
+            error = "\n  ".join([error, *buffers])
         figures.update(vmem_bytes=found.used_bytes, vmem_limit_bytes=found.limit_bytes)
     return _blank(
         request,
         found.status,
-        error=found.error,
+        error=error,
         hint=found.hint,
         where=where or request.where,
         source_line=source_line or None,
@@ -298,9 +304,7 @@ def _report(request: Request, lowered: _Lowered, result: Mapping[str, Any]) -> C
     )
 
 
-def _kernel_of(
-    message: str, kernels: Sequence[Mapping[str, str | None]]
-) -> Mapping[str, str | None]:
+def _kernel_of(message: str, kernels: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The kernel that a message without a source location is about, if there is no doubt."""
     named = set(_HLO_OP_NAME.findall(message))
     matching = [kernel for kernel in kernels if kernel["op_name"] in named]

@@ -21,6 +21,8 @@ from tpu_kernels.compiler.chips import Target
 from tpu_kernels.compiler.report import mib
 
 _SUBLANES, _LANES = 8, 128
+_MIB = 1 << 20
+_RESERVED = 64 << 10  # the compiler never gives away the last of VMEM ("of 127.94M" on a v6e)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ERROR_LINE_LIMIT = 300
 _DTYPES = {
@@ -142,14 +144,41 @@ def _words(match: re.Match[str], target: Target) -> Mapping[str, str]:
     if "block" in words:
         words["block"] = re.sub(r"Blocked\(block_size=(\d+)\)", r"\1", words["block"])
     if "operand" in words:
-        words["operand"] = _operand(words["operand"])
+        words["operand"] = operand_name(words["operand"])
     if "block" in words and "array" in words:
         words["legal"] = str(legal_block(_shape(words["block"]), _shape(words["array"])))
+    words["raise"] = _raised(match, target) if "used" in words else ""
     return {**words, "target": target.name, "vmem": mib(target.chip.vmem_bytes)}
 
 
-def _operand(name: str) -> str:
-    """``args[0]`` and ``outputs[1]`` are Pallas's own terms for a kernel's inputs and outputs."""
+def _raised(match: re.Match[str], target: Target) -> str:
+    """Whether a higher limit helps, and which."""
+    used, chip = _bytes(match["used"]), target.chip
+    if used > chip.vmem_bytes - _RESERVED:
+        return f"no limit setting can help, {target.name} has {mib(chip.vmem_bytes)} in all"
+    if "Scoped" not in match[0]:  # one allocation of several: the sum is not known
+        return f"or raise vmem_limit_bytes, {target.name} has {mib(chip.vmem_bytes)} in all"
+    limit = min(chip.vmem_bytes - _RESERVED, (used * 5 // 4 + _MIB) // _MIB * _MIB)
+    return (
+        "or raise the limit in the kernel: "
+        f"compiler_params=pltpu.CompilerParams(vmem_limit_bytes={limit}); "
+        f"{target.name} has {mib(chip.vmem_bytes)} in all"
+    )
+
+
+def operand_name(name: str) -> str:
+    """Write Pallas's own terms for a kernel's inputs and outputs in words.
+
+    Args:
+        name: Such as ``"args[0]"``.
+
+    Returns:
+        The words; the name itself where it is none of those terms.
+
+    Example:
+        >>> operand_name("args[0]"), operand_name("outputs")
+        ('input 0 of pallas_call', 'the output of pallas_call')
+    """
     match = re.fullmatch(r"(args|outputs|out)(?:\[(\d+)\])?", name)
     if match is None:
         return name

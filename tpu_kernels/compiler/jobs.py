@@ -181,21 +181,26 @@ def failure(stage: str, error: BaseException) -> dict[str, Any]:
     }
 
 
-def kernel_facts(program: Any) -> list[dict[str, str | None]]:
+def kernel_facts(program: Any) -> list[dict[str, Any]]:
     """Return what a diagnosis needs to know of a program's kernels.
 
     Args:
         program: The lowered program.
 
     Returns:
-        Name, operation name and place of each Pallas kernel.
+        Name, operation name and place of each Pallas kernel, and what it needs of VMEM and SMEM.
     """
+    # A function that is called twice has two calls and may be lowered once: no pairs then.
+    paired = len(program.models) == len(program.kernels)
+    models = program.models if paired else [None] * len(program.kernels)
     return [
         {
             "name": kernel.name,
             "op_name": kernel.op_name,
             "where": str(kernel.where) if kernel.where else None,
             "source_line": kernel.where.text if kernel.where else None,
+            "buffers": model.buffers() if model else [],
+            "smem_bytes": model.smem_bytes if model else None,
         }
-        for kernel in program.kernels
+        for kernel, model in zip(program.kernels, models, strict=True)
     ]

@@ -26,6 +26,7 @@ from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import locations
 from tpu_kernels.compiler.chips import Target
 from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
+from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 
 _PALLAS_CALL = "tpu_custom_call"
 _BODY = re.compile(r'\\22body\\22: \\22([A-Za-z0-9+/=]+)\\22|"body": "([A-Za-z0-9+/=]+)"')
@@ -72,6 +73,7 @@ class Program:
         place_digest: Hash of the text as it is, source locations included.
         seconds: Time that tracing and lowering took.
         scalars: Integer operands that steer its kernels, as far as they are known.
+        models: What its Pallas calls need of the memories, in order of appearance.
     """
 
     text: str
@@ -81,6 +83,7 @@ class Program:
     place_digest: str
     seconds: float
     scalars: tuple[KernelScalars, ...] = ()
+    models: tuple[PallasModel, ...] = ()
 
 
 def lower(
@@ -117,6 +120,7 @@ def lower(
         traced = jax.jit(fn).trace(*shapes)
         lowered = traced.lower(lowering_platforms=("tpu",))
         scalars = tuple(evaluate(traced.jaxpr, concrete or {}))
+        models = tuple(pallas_models(traced.jaxpr))
     text = lowered.as_text(debug_info=True)
     kernels = tuple(_kernels(lowered.compiler_ir("stablehlo")))
     bare = _BODY.sub(_digest_of_body, lowered.as_text(debug_info=False))
@@ -128,6 +132,7 @@ def lower(
         place_digest=_digest(text),
         seconds=time.perf_counter() - started,
         scalars=scalars,
+        models=models,
     )
 
 

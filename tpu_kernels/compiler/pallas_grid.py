@@ -67,6 +67,7 @@ class GridCall:
         grid: Grid sizes, None for a dynamic bound.
         semantics: What the author declared for each axis, ``"arbitrary"`` by default.
         blocks: Inputs, then outputs.
+        prefetched: Number of scalar operands before the inputs; Pallas's ``args[...]`` counts them.
     """
 
     name: str
@@ -74,6 +75,7 @@ class GridCall:
     grid: tuple[int | None, ...]
     semantics: tuple[str, ...]
     blocks: tuple[Block, ...]
+    prefetched: int = 0
 
     @property
     def inputs(self) -> tuple[Block, ...]:
@@ -179,6 +181,7 @@ def _call(eqn: Any, origins: Sequence[int | None]) -> GridCall:
         grid=grid,
         semantics=_semantics(params.get("compiler_params"), len(grid)),
         blocks=tuple(blocks),
+        prefetched=mapping.num_index_operands,
     )
 
 
@@ -246,10 +249,16 @@ def block_indices(block: Block, grid: tuple[int, ...]) -> np.ndarray:
 
 
 def argument_of(calls: Sequence[GridCall], position: int) -> int | None:
-    """The program's argument behind an input of the only Pallas call, None if there is doubt."""
-    if len(calls) != 1 or position >= len(calls[0].inputs):
+    """The program's argument behind an input of the only Pallas call, None if there is doubt.
+
+    Args:
+        calls: The program's calls.
+        position: Number of the input, prefetched scalars included.
+    """
+    if len(calls) != 1:
         return None
-    return calls[0].inputs[position].argument
+    inputs, number = calls[0].inputs, position - calls[0].prefetched
+    return inputs[number].argument if 0 <= number < len(inputs) else None
 
 
 def point_name(point: Sequence[int] | np.ndarray) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler.chips import Chip
+from tpu_kernels.compiler.diagnose import operand_name
+from tpu_kernels.compiler.report import mib
 
 _LANES = 128
-_MIB = 1 << 20
 # Cycles that a grid step costs besides its work: the pipeline's control flow and a DMA start per
 # window.
 _STEP_CYCLES = 100.0
@@ -47,6 +48,13 @@ class Window:
     buffers: int
     fetches: int
 
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The block's shape as it lies in VMEM: rows fill whole lanes."""
+        if len(self.shape) < 2:
+            return self.shape
+        return (*self.shape[:-1], -(-self.shape[-1] // _LANES) * _LANES)
+
 
 @dataclass(frozen=True)
 class PallasModel:
@@ -58,6 +66,7 @@ class PallasModel:
         steps: Number of grid steps; dynamic grid bounds count as 1.
         windows: The pipelined blocks in VMEM.
         scratch_bytes: VMEM scratch.
+        smem_bytes: Scalar memory: prefetched operands, blocks and scratch there.
         vmem_limit: The kernel's own ``vmem_limit_bytes``, None for the chip's default.
         flops: Matrix multiply and add operations of the whole call, by dtype of the operands.
         calls: How often the program runs it (the trip counts of enclosing scans).
@@ -71,6 +80,7 @@ class PallasModel:
     vmem_limit: int | None
     flops: Mapping[str, float]
     calls: int = 1
+    smem_bytes: int = 0
 
     @property
     def vmem_bytes(self) -> int:
@@ -99,6 +109,26 @@ class PallasModel:
         )
         return self.calls * max(matrix_s, self.hbm_bytes / chip.hbm_bytes_per_s)
 
+    def buffers(self) -> list[str]:
+        """What occupies VMEM, the largest first, one line each.
+
+        Example:
+            >>> window = Window("args[0]", (512, 100), "float32", 512 * 128 * 4, 2, 8)
+            >>> print(*PallasModel("k", "", 8, (window,), 4096, None, {}).buffers(), sep="\\n")
+            input 0 of pallas_call: 2 buffers of float32[512, 100], padded to [512, 128]: 0.5 MiB
+            scratch: 4.0 KiB
+        """
+        lines = []
+        for window in sorted(self.windows, key=lambda w: -w.bytes * w.buffers):
+            buffers = "1 buffer" if window.buffers == 1 else f"{window.buffers} buffers"
+            text = f"{operand_name(window.origin)}: {buffers} of {window.dtype}{list(window.shape)}"
+            if window.padded != window.shape:
+                text += f", padded to {list(window.padded)}"
+            lines.append(f"{text}: {mib(window.bytes * window.buffers)}")
+        if self.scratch_bytes:
+            lines.append(f"scratch: {mib(self.scratch_bytes)}")
+        return lines
+
     def overflow(self, chip: Chip) -> str | None:
         """Say why the call cannot fit into a chip's VMEM, or None if it may.
 
@@ -120,11 +150,11 @@ class PallasModel:
         largest = sorted(self.windows, key=lambda w: -w.bytes * w.buffers)[:3]
         parts = [f"{w.buffers} x {w.dtype}{list(w.shape)}" for w in largest]
         if self.scratch_bytes:
-            parts.append(f"scratch {_mib(self.scratch_bytes)}")
+            parts.append(f"scratch {mib(self.scratch_bytes)}")
         place = f" at {self.where}" if self.where else ""
         return (
-            f"kernel {self.name!r} needs at least {_mib(self.vmem_bytes)} of VMEM "
-            f"({', '.join(parts)}), {which} {_mib(limit)}{place}"
+            f"kernel {self.name!r} needs at least {mib(self.vmem_bytes)} of VMEM "
+            f"({', '.join(parts)}), {which} {mib(limit)}{place}"
         )
 
 
@@ -165,6 +195,7 @@ def _model(call: _compat_jax.PallasCall) -> PallasModel:
         vmem_limit=call.vmem_limit,
         flops=flops,
         calls=call.calls,
+        smem_bytes=sum(math.prod(shape) * bits // 8 for shape, bits in call.scalars),
     )
 
 
@@ -192,7 +223,3 @@ def _peak(chip: Chip, dtype: str) -> float:
     if kind == "f32":
         return bf16 / _F32_PASSES
     return chip.peak_ops_per_s.get(kind, bf16)
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.1f} MiB"

@@ -12,6 +12,16 @@ from tpu_kernels.compiler.cost.figures import ModuleEstimate
 STATUSES = ("ok", "error", "vmem", "unsupported", "invalid", "timeout", "crashed", "unavailable")
 """Every status that a report may have; only ``"ok"`` means that the program runs on the target."""
 
+_UNIT_NAMES = {
+    "mxu": "MXU",
+    "xlu": "XLU",
+    "valu": "VALU",
+    "eup": "EUP",
+    "vld": "loads",
+    "vst": "stores",
+    "salu": "scalar",
+}
+
 _MEANING = {
     "ok": "compiles",
     "error": "refused by the compiler",
@@ -42,6 +52,7 @@ class CompileReport:
         code_bytes: Size of the generated code.
         vmem_bytes: Vector memory that the largest kernel allocates.
         vmem_limit_bytes: What it may allocate at most, where a message of the compiler names it.
+        smem_bytes: Scalar memory that the largest kernel asks for, None if none does.
         bundles: Instruction bundles (VLIW) in the generated code, each counted once.
         spills: Vector registers that the compiler had to store to VMEM and load again, in stores.
         flops: Floating-point operations by XLA's count. Of a Pallas kernel it counts what its
@@ -69,6 +80,7 @@ class CompileReport:
     code_bytes: int | None = None
     vmem_bytes: int | None = None
     vmem_limit_bytes: int | None = None
+    smem_bytes: int | None = None
     bundles: int | None = None
     spills: int | None = None
     flops: float | None = None
@@ -124,7 +136,8 @@ class CompileReport:
             lines.append("HBM: " + ", ".join(sizes))
         if self.vmem_bytes is not None:
             limit = f" of {mib(self.vmem_limit_bytes)}" if self.vmem_limit_bytes else ""
-            lines.append(f"VMEM: {mib(self.vmem_bytes)}{limit}")
+            scalar = f", SMEM: {mib(self.smem_bytes)}" if self.smem_bytes else ""
+            lines.append(f"VMEM: {mib(self.vmem_bytes)}{limit}{scalar}")
         if self.code_bytes is not None:
             code = f"code: {self.code_bytes / 1024:.0f} KiB"
             if self.bundles is not None:
@@ -139,6 +152,7 @@ class CompileReport:
             lines.append(f"XLA counts {self.flops / 1e9:.3g} GFLOP{traffic}")
         if self.estimate is not None:
             lines.extend(self.estimate.text.splitlines())
+            lines.extend(_hot_loop(self.estimate))
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,6 +193,19 @@ class CompileReport:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _hot_loop(estimate: ModuleEstimate) -> list[str]:
+    """How busy the dearest kernel's innermost hot loop keeps each unit, as one line."""
+    if not estimate.kernels:
+        return []
+    dearest = max(estimate.kernels, key=lambda kernel: kernel.us * kernel.count)
+    shares = [
+        f"{_UNIT_NAMES[unit]} {share:.0%}"
+        for unit, share in sorted(dearest.utilization.items(), key=lambda item: -item[1])
+        if unit in _UNIT_NAMES
+    ]
+    return [f"hot loop of {dearest.name}: {', '.join(shares)}"] if shares else []
 
 
 class CompileReports(Mapping[str, CompileReport]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import Target, locations
-from tpu_kernels.compiler.pallas_grid import GridCall, grid_calls, trace
+from tpu_kernels.compiler.pallas_grid import GridCall, argument_of, grid_calls, trace
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.registry.binding import Bound
 from tpu_kernels.registry.kernel import Kernel
@@ -20,6 +21,8 @@ from tpu_kernels.registry.layout import flat_names, join
 from tpu_kernels.verify.compiling import Traceable
 from tpu_kernels.verify.portable import portable
 from tpu_kernels.verify.report import CheckRow
+
+_OPERAND = re.compile(r"input (\d+) of pallas_call")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Subject:
         tensors = [tensor.detach().cpu() for tensor in self.bound.tensors]
         parameters = self.bound.kernel.spec.op_parameters
         return join(parameters, self.bound.call.layout, tensors, self.bound.dynamics)
+
+    def with_names(self, text: str) -> str:
+        """Say which of the author's arguments "input 0 of pallas_call" is, where that is sure."""
+
+        def named(match: re.Match[str]) -> str:
+            argument = argument_of(self.calls, int(match[1]))
+            name = self.names.get(argument) if argument is not None else None
+            return match[0] if name is None else f"argument {name!r} ({match[0]})"
+
+        return _OPERAND.sub(named, text)
 
     @property
     def valueless(self) -> str | None:

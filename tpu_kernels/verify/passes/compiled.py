@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from tpu_kernels.compiler import CompileReport, Request, Target, compile_all
-from tpu_kernels.compiler.pallas_grid import argument_of
 from tpu_kernels.compiler.report import mib
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject
 
 NAME = "compile"
-_OPERAND = re.compile(r"input (\d+) of pallas_call")
 
 
 def run(
@@ -63,20 +60,9 @@ def row(subject: Subject, report: CompileReport) -> CheckRow:
     return CheckRow(
         NAME,
         status,
-        _with_names(subject, f"{report.status}: {report.error}"),
+        subject.with_names(f"{report.status}: {report.error}"),
         report.where,
         report.source_line,
         report.hint,
         report.seconds,
     )
-
-
-def _with_names(subject: Subject, text: str) -> str:
-    """Say which of the author's arguments "input 0 of pallas_call" is, where that is certain."""
-
-    def named(match: re.Match[str]) -> str:
-        argument = argument_of(subject.calls, int(match[1]))
-        name = subject.names.get(argument) if argument is not None else None
-        return match[0] if name is None else f"argument {name!r} ({match[0]})"
-
-    return _OPERAND.sub(named, text)

@@ -67,14 +67,7 @@ def _refusal(subject: Subject, target: Target, model: PallasModel) -> CheckRow:
         f"out of VMEM: kernel {model.name!r} needs at least {mib(model.vmem_bytes)}, "
         f"{which} {mib(limit)}"
     ]
-    for window in model.windows:
-        size = mib(window.bytes * window.buffers)
-        lines.append(
-            f"{window.origin}: block {window.dtype}{list(window.shape)}, "
-            f"{window.buffers} x {mib(window.bytes)} = {size}"
-        )
-    if model.scratch_bytes:
-        lines.append(f"scratch: {mib(model.scratch_bytes)}")
+    lines += [subject.with_names(line) for line in model.buffers()]
     fits = _smaller(subject, target)
     hint = "use smaller blocks or fewer buffers"
     if fits:
