@@ -190,7 +190,8 @@ def _numpy_dtype(value: Any) -> np.dtype[Any]:
 
     if isinstance(value, str) and hasattr(ml_dtypes, value):
         value = getattr(ml_dtypes, value)
-    return np.dtype(value)
+    dtype: np.dtype[Any] = np.dtype(value)
+    return dtype
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
