@@ -29,6 +29,7 @@ from tpu_kernels.compiler.cost.scalars import KernelScalars, evaluate
 from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 
 _PALLAS_CALL = "tpu_custom_call"
+_LAST_COMMA = re.compile(r",(\s*[}\]])")
 _BODY = re.compile(r'\\22body\\22: \\22([A-Za-z0-9+/=]+)\\22|"body": "([A-Za-z0-9+/=]+)"')
 
 
@@ -204,7 +205,7 @@ def _kernels(module: Any) -> Iterator[KernelSite]:
         attributes = operation.attributes
         if ir.StringAttr(attributes["call_target_name"]).value != _PALLAS_CALL:
             continue
-        config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
+        config = _config(ir.StringAttr(attributes["backend_config"]).value)
         place = str(operation.location)
         op_name = re.match(r'loc\("([^"]*)"', place)
         yield KernelSite(
@@ -215,6 +216,12 @@ def _kernels(module: Any) -> Iterator[KernelSite]:
             where=locations.from_location(place),
             body=base64.b64decode(config.get("custom_call_config", {}).get("body", "")),
         )
+
+
+def _config(text: str) -> Mapping[str, Any]:
+    """A kernel's configuration; TorchTPU's C++ writes it with commas that JSON does not allow."""
+    config: Mapping[str, Any] = json.loads(_LAST_COMMA.sub(r"\1", text))
+    return config
 
 
 def _operations(operation: Any) -> Iterator[Any]:
