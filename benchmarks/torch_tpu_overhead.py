@@ -1,0 +1,90 @@
+"""Host time of one call on the real TorchTPU: operators of torch, kernels of ours, its own jax_op.
+
+    tpu-kernels run --torch-tpu benchmarks/torch_tpu_overhead.py
+
+Nothing is said about a TPU: the device is an XLA:CPU plug-in, arrays have 64 elements, and what is
+timed is how long the caller is kept. ``TPU_KERNELS_TORCH_TPU_CALLS=public`` measures the other way
+in which kernels call TorchTPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from tpu_kernels.backends.torch_tpu import detection
+
+BATCHES, CALLS = 15, 100
+
+
+def microseconds(call: Callable[[], object]) -> tuple[float, float]:
+    """Best and median over batches of the time of a call, in µs."""
+    times = []
+    for _ in range(BATCHES):
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    return min(times), statistics.median(times)
+
+
+def main() -> None:
+    """Print a table."""
+    if not detection.owns_device():
+        sys.stdout.write("skipped: start with `tpu-kernels run --torch-tpu`\n")
+        return
+    import tpu_kernels as tk
+    from tpu_kernels.backends.torch_tpu import backend
+
+    warnings.filterwarnings("ignore", message="<TorchTpu/")
+    device_module: Any = torch.tpu  # type: ignore[attr-defined]
+
+    @tk.tpu_kernel("bench::add")
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + y
+
+    @tk.tpu_kernel("bench::scaled")
+    def scaled(x: jax.Array, y: jax.Array, a: int, b: float, c: str) -> jax.Array:
+        return a * x + y if c == "add" else b * x
+
+    @device_module.pallas.jax_op("bench::add_theirs")
+    def theirs(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + y
+
+    @device_module.pallas.jax_op("bench::scaled_theirs")
+    def scaled_theirs(x: jax.Array, y: jax.Array, a: int, b: float, c: str) -> jax.Array:
+        return a * x + y if c == "add" else b * x
+
+    x = torch.randn(8, 8).to("tpu")
+    cases: dict[str, Callable[[], object]] = {
+        "aten::add": lambda: x + x,
+        "aten::mm": lambda: x @ x,
+        f"kernel ({backend.call_path()})": lambda: torch.ops.bench.add(x, x),
+        f"kernel, 3 static arguments ({backend.call_path()})": lambda: torch.ops.bench.scaled(
+            x, x, 2, 0.5, "add"
+        ),
+        "torch.tpu.pallas.jax_op": lambda: torch.ops.bench.add_theirs(x, x),
+        "jax_op, 3 static arguments": lambda: torch.ops.bench.scaled_theirs(x, x, 2, 0.5, "add"),
+    }
+    with torch.no_grad():
+        for call in cases.values():
+            call()
+        for name, call in cases.items():
+            best, median = microseconds(call)
+            sys.stdout.write(f"{name:<40} best {best:6.1f} µs, median {median:6.1f} µs\n")
+        with tk.override("aten::mm", torch.ops.bench.add):
+            best, median = microseconds(lambda: x @ x)
+        sys.stdout.write(f"{'aten::mm overridden by the kernel':<40} best {best:6.1f} µs, ")
+        sys.stdout.write(f"median {median:6.1f} µs\n")
+
+
+if __name__ == "__main__":
+    main()
