@@ -166,6 +166,11 @@ class CompiledGraph:
             _stats.left[name] = _stats.left.get(name, 0) + 1
             self.left[name] = why
             tell(name, why)
+        if mode.numerics == "tpu":
+            from tpu_kernels.registry.numerics.jaxpr import emulated
+
+            for program in lowered.programs:
+                program.function = emulated(program.function)
         runner = Runner(self.graph, lowered)
         _stats.programs += len(lowered.programs)
         _stats.nodes += sum(n.op == "call_function" for n in self.graph.graph.nodes)

@@ -25,6 +25,7 @@ from tpu_kernels.lowering.rules import Unlowered
 from tpu_kernels.lowering.values import full, is_array, jax_dtype
 from tpu_kernels.registry import backend_table
 from tpu_kernels.registry.engine import Engine
+from tpu_kernels.registry.numerics.mxu import jax_precision
 
 # Where a tensor lies, and a source of random numbers, say nothing about values.
 _PLACE = frozenset({"device", "generator", "layout", "memory_format", "pin_memory"})
@@ -115,7 +116,9 @@ class Evaluator:
         rule = rules.find(target)
         if rule is not None:
             named = {k: v for k, v in kwargs.items() if k not in _PLACE}
-            return rule(*args, **named)
+            # What torch's products are to be rounded to; a kernel's are its own affair.
+            with jax.default_matmul_precision(jax_precision()):
+                return rule(*args, **named)
         operator = backend_table.operator_of(target)
         if operator is not None:
             result = kernels.inline(operator, args, kwargs, self.engine)

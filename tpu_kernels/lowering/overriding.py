@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_kernels.lowering.rules import Unlowered
+from tpu_kernels.registry.numerics import operators
 from tpu_kernels.registry.overrides import chain, graph
 
 SKIPPED = "tpu_kernels_skipped_overrides"  # entry of a node's meta
@@ -29,7 +30,9 @@ class Overrides:
     """
 
     def __init__(self) -> None:
-        self._active = chain.active()
+        # Programs round products by themselves under `numerics`.
+        rounding = operators.overrides()
+        self._active = [o for o in chain.active() if o not in rounding]
         self._ops = {
             site.op
             for override in self._active
