@@ -39,7 +39,9 @@ class Chip:
             (``"bf16"``, ``"f32"``, ``"8bit"``).
         issue_per_cycle: Instructions that each kind of unit takes in one cycle, by unit
             (``"valu"``, ``"eup"``, ``"vld"``, ``"vst"``, ``"salu"``, ``"xlu"``).
-        branch_delay_slots: Bundles after a branch that are executed before it takes effect.
+        branch_delay_slots: Bundles after a branch that are executed before it takes effect, at
+            least.
+        most_delay_slots: The same at most; where that is more, those of the branch's own region.
         dma_granule_bytes: Unit in which copies are sized.
         peak_ops_per_s: Peak multiply and add operations per second by dtype; a dtype that is absent
             has no native matrix instruction.
@@ -63,6 +65,7 @@ class Chip:
     cycles_per_vmatmul: Mapping[str, int]
     issue_per_cycle: Mapping[str, float]
     branch_delay_slots: int
+    most_delay_slots: int
     dma_granule_bytes: int
     peak_ops_per_s: Mapping[str, float]
     vmem_bytes: int

@@ -8,12 +8,15 @@ and written anew.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import tempfile
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,33 @@ if TYPE_CHECKING:
 FORMAT = 5
 # A time limit or a crash says something about this run, not about the program.
 _KEPT = frozenset({"ok", "error", "vmem", "unsupported", "invalid"})
+
+
+_NEW = ".new-"
+_STALE_AFTER_S = 3600.0  # what a writer that was killed left behind
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultEntry:
+    """One stored report.
+
+    Attributes:
+        path: Its file.
+        key: What it is found by, hexadecimal.
+        kernel: Name of the kernel or function.
+        target: Chip it was compiled for.
+        status: The compiler's verdict.
+        bytes: Size of the file.
+        written: When it was stored, in seconds since the epoch.
+    """
+
+    path: Path
+    key: str
+    kernel: str
+    target: str
+    status: str
+    bytes: int
+    written: float
 
 
 class ResultCache:
@@ -93,13 +123,83 @@ class ResultCache:
         entry = {"place_digest": place_digest, "report": report.to_dict()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_NEW)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(entry, file)
             os.replace(temporary, path)
         except OSError as error:
             # A full or read-only disk must not cost the result that was just computed.
             warnings.warn(CacheCorruption(f"cannot store {path}: {error}"), stacklevel=2)
+
+    def entries(self) -> list[ResultEntry]:
+        """The stored reports, the latest first; unreadable files are left out."""
+        found = []
+        for path in self._files():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                report, status = _report_of(path), path.stat()
+                found.append(
+                    ResultEntry(
+                        path,
+                        path.stem,
+                        report.kernel,
+                        report.target,
+                        report.status,
+                        status.st_size,
+                        status.st_mtime,
+                    )
+                )
+        return sorted(found, key=lambda entry: -entry.written)
+
+    def verify(self) -> dict[Path, str]:
+        """Read every file; return the bad ones with the reason.
+
+        Example:
+            >>> ResultCache(Path("no/such/folder")).verify()
+            {}
+        """
+        problems = {}
+        for path in self._files():
+            try:
+                _report_of(path)
+            except OSError as error:
+                problems[path] = str(error)
+            except (ValueError, KeyError, TypeError) as error:
+                problems[path] = f"no report: {type(error).__name__}: {error}"
+        return problems
+
+    def prune(self, *, max_bytes: int | None = None, unused_days: float | None = None) -> int:
+        """Delete reports, the oldest first, and what killed writers left.
+
+        Args:
+            max_bytes: Bytes that may stay; None for any number.
+            unused_days: Delete also what was written longer ago than this.
+
+        Returns:
+            The number of files deleted.
+        """
+        now, kept, deleted = time.time(), 0, 0
+        doomed, written = [], []
+        for path in self.folder.glob(f"??/{_NEW}*"):
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > _STALE_AFTER_S:
+                    doomed.append(path)
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                written.append((status.st_mtime, status.st_size, path))
+        for when, size, path in sorted(written, reverse=True):
+            kept += size
+            too_many = max_bytes is not None and kept > max_bytes
+            if too_many or (unused_days is not None and now - when > unused_days * 86400):
+                doomed.append(path)
+        for path in doomed:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                deleted += 1
+        return deleted
+
+    def _files(self) -> Iterator[Path]:
+        return self.folder.glob("??/*.json")
 
     def _path(self, digest: str, topology: str, options: Mapping[str, str]) -> Path:
         tables = (catalogue_digest(), calibration_digest())
@@ -120,3 +220,10 @@ class ResultCache:
         warnings.warn(
             CacheCorruption(f"ignoring the damaged compile result {path}: {error}"), stacklevel=4
         )
+
+
+def _report_of(path: Path) -> CompileReport:
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(entry["place_digest"], str):
+        raise ValueError("place_digest is not a text")
+    return CompileReport.from_dict(entry["report"])

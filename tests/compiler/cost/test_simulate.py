@@ -18,6 +18,7 @@ from tpu_kernels.compiler.cost.listing import FormatError, Listing, parse
 from tpu_kernels.compiler.cost.loops import periods_of
 from tpu_kernels.compiler.cost.machine import Speed
 from tpu_kernels.compiler.cost.simulate import Simulation, simulate
+from tpu_kernels.compiler.cost.values import NAMESPACE, expression
 
 Load = Callable[[str], Listing]
 CYCLES = {"bf16": 16, "f32": 8, "8bit": 16}
@@ -35,7 +36,7 @@ def run(
     return simulate(
         listing,
         calibration(facts).speed(facts),
-        delay_slots=facts.branch_delay_slots,
+        delay_slots=(facts.branch_delay_slots, facts.most_delay_slots),
         vmatmul_cycles=facts.cycles_per_vmatmul,
         scalars=scalars,
         extrapolate=extrapolate,
@@ -196,3 +197,41 @@ def test_a_repetition_is_found_after_any_start(
 def test_a_text_without_bundles_is_refused() -> None:
     with pytest.raises(FormatError, match="no bundles"):
         parse("HloModule jit_f")
+
+
+# A loop of which the last slot of its branch back writes what the next iteration reads; within it a
+# branch that skips a copy, with an empty bundle for its only slot.
+SLOTS = """
+ 0x0   :  { %s1_s0 = smov.u32 0 ;; %s2_s1 = smov.u32 0 } /* End region 1 */
+ 0x1   : > { %p1_p0 = scmp.ne.s32.totalorder %s3_s0, %s4_s1 ;; %s3_s0 = sphi %s1_s0, %s7_s0 ;; %s4_s1 = sphi %s2_s1, %s8_s1 } /* Start region 2 */
+ 0x2   : > { %1 = sbr.rel (%p1_p0) target = $region3 ;; %s5_s2 = sadd.s32 1, %s3_s0 }
+ 0x3   :  {}
+ 0x4   : > { %2 = dma.hbm_to_vmem [thread:$0]  0, /*size=*/4, 0, [#allocation1] }
+ 0x5   : > { %p2_p1 = scmp.ge.s32.totalorder %s5_s2, 5 ;; %s8_s1 = sadd.s32 2, %s4_s1 } /* Start region 3 */
+ 0x6   : > { %3 = sbr.rel (!%p2_p1) target = $region2 }
+ 0x7   :  {}
+ 0x8   : > { %s7_s0 = smov.u32 %s5_s2 } /* End region 2 */
+ 0x9   :  { %v2 = vmul.f32 %v1, %v1 }
+"""  # noqa: E501
+
+
+def test_slots_after_a_branch_are_those_of_its_region() -> None:
+    speed = Speed(hbm_bytes_per_cycle=32.0, hbm_latency=50.0)
+    found = simulate(parse(SLOTS), speed, delay_slots=(1, 6), vmatmul_cycles=CYCLES)
+    # The counter in s0 is 0 to 4, that in s1 twice as much: they are equal once, and the copy runs.
+    assert found.copied == {"hbm->vmem": 4 * 32}
+    assert (found.complete, found.warnings) == (True, {})
+    assert found.bundles == 1 + 5 * 8 - 4 + 1
+    # Taken for one fixed slot, the counter would never be written.
+    fixed = simulate(parse(SLOTS), speed, delay_slots=1, vmatmul_cycles=CYCLES, limit_s=0.5)
+    assert not fixed.complete
+
+
+def test_the_high_half_of_a_product_is_known() -> None:
+    value = expression("smulhi.u32", ["E[0]", "E[1]"])
+    assert value is not None
+    for number in (0, 1, 2, 7, 3 * 10**9):
+        # How a number modulo three is computed: times two thirds of 2^32 and a bit, shifted.
+        product = eval(value, {**NAMESPACE, "E": [2863311531, number]})
+        assert product >> 1 & 0x7FFFFFFF == number // 3
+    assert expression("smulhi.s32", ["1", "1"]) is None

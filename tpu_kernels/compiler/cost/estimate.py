@@ -127,7 +127,7 @@ class _Runner:
         return simulate(
             listing,
             self.fit.speed(self.chip),
-            delay_slots=self.chip.branch_delay_slots,
+            delay_slots=(self.chip.branch_delay_slots, self.chip.most_delay_slots),
             vmatmul_cycles=self.chip.cycles_per_vmatmul,
             scalars=scalars,
             calls=calls,

@@ -91,10 +91,12 @@ class Listing:
     Attributes:
         bundles: All bundles in order.
         regions: Index of the bundle at which each region starts.
+        ends: Indices of the bundles with which a region ends.
     """
 
     bundles: tuple[Bundle, ...]
     regions: Mapping[int, int]
+    ends: frozenset[int] = frozenset()
 
 
 def parse(text: str) -> Listing:
@@ -120,14 +122,17 @@ def parse(text: str) -> Listing:
         raise FormatError("no bundles found: not a final_bundles text of a known form")
     bundles: list[Bundle] = []
     regions: dict[int, int] = {}
+    ends: set[int] = set()
     for position, match in enumerate(starts):
         end = starts[position + 1].start() if position + 1 < len(starts) else len(text)
         chunk = text[match.end() : end]
         for kind, number in _REGION.findall(chunk):
-            if kind != "End":
+            if kind == "End":
+                ends.add(position)
+            else:
                 regions.setdefault(int(number), position)
         bundles.append(_bundle(chunk))
-    return Listing(tuple(bundles), regions)
+    return Listing(tuple(bundles), regions, frozenset(ends))
 
 
 def _bundle(chunk: str) -> Bundle:

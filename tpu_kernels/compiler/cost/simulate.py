@@ -75,7 +75,7 @@ def simulate(
     listing: Listing,
     speed: Speed,
     *,
-    delay_slots: int,
+    delay_slots: int | tuple[int, int],
     vmatmul_cycles: Mapping[str, int],
     scalars: Mapping[int, np.ndarray] | None = None,
     calls: Mapping[str, CallCost] | None = None,
@@ -87,7 +87,8 @@ def simulate(
     Args:
         listing: Its generated code.
         speed: Speed of copies.
-        delay_slots: Bundles after a branch that are still executed.
+        delay_slots: Bundles after a branch that are still executed; a pair where it depends on
+            the branch's region, the least and the most.
         vmatmul_cycles: Cycles that one matrix instruction keeps its MXU busy, by class of operands.
         scalars: Integer operands that steer it, by operand number.
         calls: What the HLOs that it calls cost, by name.

@@ -93,23 +93,27 @@ class Translation:
     warnings: Counter[str]
 
 
-def translate(listing: Listing, delay_slots: int, vmatmul_cycles: Mapping[str, int]) -> Translation:
+def translate(
+    listing: Listing, delay_slots: int | tuple[int, int], vmatmul_cycles: Mapping[str, int]
+) -> Translation:
     """Translate a listing.
 
     Args:
         listing: The code of one HLO.
-        delay_slots: Bundles after a branch that are still executed.
+        delay_slots: Bundles after a branch that are still executed; a pair where it depends on
+            the branch's region, the least and the most.
         vmatmul_cycles: Cycles that one matrix instruction keeps its MXU busy, by class of operands.
 
     Returns:
         The translation.
     """
-    return _Translator(listing, delay_slots, vmatmul_cycles).run()
+    slots = (delay_slots, delay_slots) if isinstance(delay_slots, int) else delay_slots
+    return _Translator(listing, slots, vmatmul_cycles).run()
 
 
 class _Translator:
     def __init__(
-        self, listing: Listing, delay_slots: int, vmatmul_cycles: Mapping[str, int]
+        self, listing: Listing, delay_slots: tuple[int, int], vmatmul_cycles: Mapping[str, int]
     ) -> None:
         self.listing = listing
         self.delay_slots = delay_slots
@@ -120,6 +124,9 @@ class _Translator:
         self.operands: dict[tuple[int, bool], tuple[str, str]] = {}
         self.warnings: Counter[str] = Counter()
         self.branches = self._find_branches()
+        starts = frozenset(listing.regions.values())
+        self.slots = {position: self._slots(position, starts) for position in self.branches}
+        self.ending = {position + slots: position for position, slots in self.slots.items()}
         self.phi_registers = {
             register
             for bundle in listing.bundles
@@ -132,7 +139,7 @@ class _Translator:
         cuts = {0}
         total = len(self.listing.bundles)
         for position, (_, target) in self.branches.items():
-            cuts |= {max(target, 0), min(position + self.delay_slots + 1, total)}
+            cuts |= {max(target, 0), min(position + self.slots[position] + 1, total)}
         firsts = sorted(cut for cut in cuts if cut < total)
         blocks = {}
         for first, end in zip(firsts, [*firsts[1:], total], strict=True):
@@ -158,7 +165,6 @@ class _Translator:
     def _block(self, first: int, end: int, following: int) -> Block:
         block = Block(first, end)
         lines = [f"def B{first}(E,S):", " t=S.t"]
-        branch: int | None = None
         busy: Counter[str] = Counter()
         for position in range(first, end):
             bundle = self.listing.bundles[position]
@@ -178,21 +184,41 @@ class _Translator:
                     block.counts[unit] += 1
             self._bundle(lines, bundle.scalar, position - first)
             if position in self.branches:
-                predicate, branch = self.branches[position]
-                taken = "1"
-                if predicate is not None:
-                    condition = self._condition(predicate)
-                    taken = f"S.branch({position},{condition},{0 <= branch <= position})"
-                lines.append(f" taken={taken}")
+                lines.append(self._branch(position))
         block.mxu_busy = max(busy.values(), default=0)
         block.cycles = max(block.bundles, block.mxu_busy)
         lines.append(f" S.t=t+{block.cycles}")
-        if branch is None:
-            lines.append(f" return {following}")
-        else:
-            lines.append(f" return {branch} if taken else {following}")
+        branch = self.ending.get(end - 1)  # the one that takes effect where the block ends
+        if branch is not None:
+            taken = self._register(f"B:{branch}")
+            lines += [f" if {taken}==1:", f"  {taken}=0", f"  return {self.branches[branch][1]}"]
+        lines.append(f" return {following}")
         block.source = "\n".join(lines)
         return block
+
+    def _slots(self, position: int, starts: frozenset[int]) -> int:
+        """How many bundles after a branch are executed before it takes effect.
+
+        Where that is not fixed, the branch's region ends with them; a branch forwards that has no
+        region of its own has an empty bundle for its last slot.
+        """
+        least, most = self.delay_slots
+        forwards = self.branches[position][1] > position
+        bundles = self.listing.bundles
+        for last in range(position + least, min(position + most, len(bundles) - 1)):
+            empty = not bundles[last].scalar and not bundles[last].vector
+            if last + 1 in starts or last in self.listing.ends or (forwards and empty):
+                return last - position
+        return most
+
+    def _branch(self, position: int) -> str:
+        """Decide on a branch; it takes effect after its slots, which it remembers till then."""
+        predicate, target = self.branches[position]
+        taken = "1"
+        if predicate is not None:
+            condition = self._condition(predicate)
+            taken = f"S.branch({position},{condition},{0 <= target <= position})"
+        return f" {self._register(f'B:{position}')}={taken}"
 
     def _bundle(self, lines: list[str], instructions: tuple[Instruction, ...], offset: int) -> None:
         writes: list[tuple[Instruction, str]] = []
@@ -389,7 +415,7 @@ def call_operands(listing: Listing) -> dict[tuple[int, bool], tuple[str, str]]:
     Returns:
         Memory and shape by (number, whether it is an output).
     """
-    translator = _Translator(listing, 0, {"bf16": 0, "f32": 0, "8bit": 0})
+    translator = _Translator(listing, (0, 0), {"bf16": 0, "f32": 0, "8bit": 0})
     for bundle in listing.bundles:
         for instruction in bundle.scalar:
             if instruction.opcode.startswith("inlined_call_operand"):

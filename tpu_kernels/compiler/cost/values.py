@@ -82,6 +82,7 @@ NAMESPACE: Mapping[str, Any] = {
     "SEL": select,
     "AND": _and,
     "OR": _or,
+    "MULHI": _known(lambda a, b: s32((_unsigned(a) * _unsigned(b)) >> 32)),
     "SHL": _known(lambda a, b: s32(a << (b & 31))),
     "SHRL": _known(lambda a, b: s32(_unsigned(a) >> (b & 31))),
     "SHRA": _known(lambda a, b: a >> (b & 31)),
@@ -116,6 +117,7 @@ _OPERATIONS = {
     "sadd": "s32({0}+{1})",
     "ssub": "s32({0}-{1})",
     "smul": "s32({0}*{1})",
+    "smulhi.u32": "MULHI({0},{1})",  # how a buffer's number modulo three is computed
     "sand": "s32({0}&{1})",
     "sor": "s32({0}|{1})",
     "sxor": "s32({0}^{1})",
@@ -142,7 +144,7 @@ _OPERATIONS = {
     "srem": "REM({0},{1})",
 }
 # Known opcodes whose values never matter in kernels seen so far; they need no warning.
-_OPAQUE = ("sclz", "spop", "sc", "scvt", "reloc")
+_OPAQUE = ("sclz", "spop", "sc", "scvt", "reloc", "sshllo")
 
 
 def _nonzero(x: Value) -> bool:
@@ -174,7 +176,7 @@ def expression(opcode: str, operands: list[str]) -> str | None:
     elif name in _OPAQUE or rest.startswith("f32"):
         return "U"
     else:
-        template = _OPERATIONS.get(name)
+        template = _OPERATIONS.get(opcode) or _OPERATIONS.get(name)
     if template is None:
         return None
     try:
