@@ -30,7 +30,20 @@ _TOP_HALF = -65536  # 0xFFFF0000 of a float32: the bits that a bfloat16 has
 
 def jax_precision() -> str:
     """What `torch.get_float32_matmul_precision` says, as JAX names it."""
-    return JAX_PRECISION[torch.get_float32_matmul_precision()]
+    return JAX_PRECISION[torch.get_float32_matmul_precision()] if _asked is None else _asked()
+
+
+_asked: Callable[[], str] | None = None
+
+
+def ask_precision(function: Callable[[], str]) -> None:
+    """Ask a device with settings of its own: TorchTPU has one for each thread too.
+
+    Args:
+        function: Returns ``"default"``, ``"high"`` or ``"highest"``.
+    """
+    global _asked
+    _asked = function
 
 
 def product(

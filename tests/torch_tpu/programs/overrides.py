@@ -227,6 +227,27 @@ def check_attention_by_the_operator_that_torch_tpu_prefers() -> None:
         torch.backends.cuda.enable_flash_sdp(False)
 
 
+def check_kernels_follow_the_precision_of_torch_and_of_the_thread() -> None:
+    @tk.tpu_kernel("tto::precise")
+    def precise(a: jax.Array, c: jax.Array, *, precision: str | None = None) -> jax.Array:
+        passes = {None: 0.0, "default": 1.0, "high": 3.0, "highest": 6.0}[precision]
+        return jnp.full((a.shape[0], c.shape[1]), passes, a.dtype)
+
+    def passes() -> float:
+        return torch.mm(x, w.t())[0, 0].item()
+
+    with tk.override("aten::mm", precise):
+        assert passes() == 1
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert passes() == 3
+            with device_module.precision(device_module.Precision.HIGHEST):
+                assert passes() == 6
+            assert passes() == 3
+        finally:
+            torch.set_float32_matmul_precision("medium")
+
+
 def check_coming_and_going_is_noticed_by_graphs() -> None:
     """torch remembers how an operator dispatches when it was in a graph once."""
     op = torch.ops.aten.mm.default

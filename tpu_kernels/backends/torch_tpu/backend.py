@@ -16,6 +16,7 @@ from tpu_kernels.config import settings
 from tpu_kernels.errors import DeviceError
 from tpu_kernels.registry import backend_table, cache_tag
 from tpu_kernels.registry.engine import current_mode
+from tpu_kernels.registry.numerics import mxu
 from tpu_kernels.registry.operator import Operator
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def register() -> None:
     backend_table.add_backend(_BACKEND)
     cache_tag.add_source("torch_tpu", _how_programs_are_made)
     routes.register()
+    mxu.ask_precision(compat.precision)
 
 
 def _how_programs_are_made() -> str:

@@ -17,7 +17,7 @@ import torch
 from tpu_kernels import _compat_torch_tpu as compat
 from tpu_kernels.backends.call_source import key_parts
 from tpu_kernels.backends.torch_tpu.programs import Maker, Program
-from tpu_kernels.backends.torch_tpu.tracing import current_purpose
+from tpu_kernels.backends.torch_tpu.tracing import current_purpose, scoped_purpose
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
 from tpu_kernels.errors import ArgumentError
@@ -92,7 +92,7 @@ class Executor:
             "_find": self.plain.get,
             "_run": self.run,
             "_mode": current_mode,
-            "_purpose": current_purpose,
+            "_purpose": scoped_purpose,
             "_launch": self.operator.counters.launch,
             "_check_devices": self.check_devices,
             "_tuple": tuple,

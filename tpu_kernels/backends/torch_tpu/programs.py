@@ -91,11 +91,9 @@ def public(
             results = function(*arrays)
         return results if len(results) > 1 else results[0]
 
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(f"a{i}", inspect.Parameter.POSITIONAL_ONLY, annotation=jax.Array)
-            for i in range(len(avals))
-        ],
+        [inspect.Parameter(f"a{i}", kind, annotation=jax.Array) for i in range(len(avals))],
         return_annotation=jax.Array
         if len(made) == 1
         else types.GenericAlias(tuple, (jax.Array,) * len(made)),

@@ -33,6 +33,10 @@ _scoped: contextvars.ContextVar[Purpose | None] = contextvars.ContextVar(
 )
 
 
+scoped_purpose = _scoped.get
+"""The `Purpose` of the calling scope, None for running here: a key's part, asked on every call."""
+
+
 def current_purpose() -> Purpose:
     """What programs of the calling scope are for: to run here, unless `lowering_for` says else."""
     return _scoped.get() or _here()
