@@ -54,7 +54,8 @@ class ConfigChoice:
 class ConfigSource(Protocol):
     """Something that may know a configuration.
 
-    It may have a method ``fingerprint(kernels)``: a text that changes when its answers may.
+    It may have a method ``fingerprint(kernels)``: a text that changes when its answers may, and
+    ``explain(request)``: a text on what it has for a request or, field by field, why nothing.
     """
 
     def find(self, request: ConfigRequest) -> ConfigChoice | None:
@@ -80,6 +81,12 @@ def find(request: ConfigRequest) -> ConfigChoice | None:
         if choice is not None:
             return choice
     return None
+
+
+def explain(request: ConfigRequest) -> str:
+    """What the sources say about a request: the record it finds, or why it finds none."""
+    told = (getattr(source, "explain", None) for source in _sources)
+    return "\n".join(text for tell in told if tell is not None and (text := tell(request)))
 
 
 def fingerprint(kernels: Sequence[str]) -> str:

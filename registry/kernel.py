@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -16,6 +17,7 @@ from tpu_kernels.dsl.spec import KernelSpec, Source
 from tpu_kernels.errors import GradientError, KernelError
 from tpu_kernels.registry import (
     backward_contract,
+    config_table,
     kernel_hooks,
     naming,
     policies,
@@ -153,9 +155,17 @@ class Kernel:
             **kwargs: Arguments by name.
 
         Returns:
-            A `ConfigChoice` with the values, where they come from, and the reason.
+            A `ConfigChoice` with the values, where they come from, and the reason; where nothing is
+            tuned for exactly this call, the reason says field by field how the nearest tuned one
+            differs.
         """
-        return self.bind(*args, **kwargs).choice(target or settings().sim_chip)
+        bound, chip = self.bind(*args, **kwargs), target or settings().sim_chip
+        choice = bound.choice(chip)
+        if not choice.config or choice.provenance in ("explicit", "tuned"):
+            return choice
+        told = config_table.explain(bound.request(chip))
+        reason = "\n".join(filter(None, (choice.reason, told)))
+        return dataclasses.replace(choice, reason=reason)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Which configuration a call would use and why, as text."""
@@ -163,9 +173,8 @@ class Kernel:
         values = (
             ", ".join(f"{k}={v!r}" for k, v in choice.config.items()) or "no tunable parameters"
         )
-        return f"{self.name}: {values} ({choice.provenance})" + (
-            f"\n  {choice.reason}" if choice.reason else ""
-        )
+        lines = choice.reason.splitlines()
+        return "\n  ".join([f"{self.name}: {values} ({choice.provenance})", *lines])
 
     def stats(self) -> KernelStats:
         """Counters of this process: launches, compilations, cache hits, fallbacks."""

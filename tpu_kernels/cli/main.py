@@ -42,6 +42,7 @@ COMMANDS = {
     "report": "draw a kernel on several TPUs: roofline, units, memory, pipeline; one HTML page",
     "run": "run a program on the real TorchTPU, without a TPU (experimental)",
     "tune": "try configurations of a kernel for a target, keep the best",
+    "cache": "tuned records, compiled programs, compile results: list, explain, export, prune",
     "env": "versions, devices, what works here and what is missing",
 }
 

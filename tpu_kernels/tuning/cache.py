@@ -234,6 +234,10 @@ class TuningCache:
         self._write(record)
         return True
 
+    def file_of(self, record: Record) -> Path:
+        """The file that holds a record, or would."""
+        return self._file(record.key, record.digest)
+
     # Files
 
     def _file(self, encoded: Any, identity: str) -> Path:

@@ -160,7 +160,15 @@ class TunedConfigs:
             return str(error)
         found = [cache.explain(key) for cache in self.caches]
         best = min(found, key=lambda e: (not e.hit, e.nearest is None, len(e.differences)))
-        return str(best)
+        lines = [str(best)]
+        if any(difference.field == "source_hash" for difference in best.differences):
+            lines.append(
+                "  source_hash: the code of the kernel or of a helper was edited after tuning, or "
+                "another version of a library is installed"
+            )
+        if not best.hit and (shipped := table(request.target, request.kernel)):
+            lines.append(f"the table shipped for {request.target} has {len(shipped)} entries")
+        return "\n".join(lines)
 
     def fingerprint(self, kernels: Sequence[str]) -> str:
         """Return a digest of the records of some kernels; shipped tables come with our version.
