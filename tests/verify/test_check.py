@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental import pallas as pl
 
 import tpu_kernels as tk
 from tests.verify import checked_kernels as kernels
@@ -107,12 +108,28 @@ def test_a_mask_that_multiplies_is_no_mask() -> None:
     assert row_of("edges", kernels.row_sum, torch.ones(8, 256), mask="none").status == "ok"
 
 
+def test_a_block_outside_its_array_is_found_without_a_run() -> None:
+    def shifted(x: jax.Array) -> jax.Array:
+        def body(a: Any, o: Any) -> None:
+            o[...] = a[...]
+
+        outside = pl.BlockSpec((8, 128), lambda i: (i + 2, 0))  # line of the mistake
+        inside = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        call = pl.pallas_call(body, out_shape=x, grid=(2,), in_specs=[outside], out_specs=inside)
+        return call(x)  # type: ignore[no-any-return]
+
+    row = check(shifted, (torch.ones(16, 128),), passes=("grid",)).row("grid")
+    assert row.status == "failed"
+    assert "block (2, 0) at grid point (0,) lies outside the array" in row.what
+    assert "# line of the mistake" in (row.source_line or "")
+
+
 def test_reads_out_of_bounds_are_found() -> None:
     report = check(kernels.out_of_bounds, (torch.ones(16, 128),), passes=("races", "bounds", "nan"))
     row = report.row("bounds")
     assert row.status == "failed"
     assert "buffer has shape (16, 128)" in row.what
-    assert HERE in (row.where or "")
+    assert row.source_line == "o[...] = a[pl.ds(pl.program_id(0) * 8, 8), :]"
     assert report.row("races").status == "skipped"
 
 
@@ -205,6 +222,21 @@ def test_a_refused_block_names_the_argument() -> None:
     report = check(kernels.copy_blocks, (torch.ones(64, 200),), config={"rows": 4}, target="v6e")
     assert not report.ok
     assert "argument 'x' (input 0 of pallas_call)" in report.row("compile").what
+
+
+@pytest.mark.libtpu
+def test_a_refusal_while_tracing_is_told_even_where_it_speaks_of_an_input() -> None:
+    def ranks(x: jax.Array) -> jax.Array:
+        def body(a: Any, o: Any) -> None:
+            o[...] = a[...]
+
+        spec = pl.BlockSpec((8,), lambda i: (i,))
+        call = pl.pallas_call(body, out_shape=x, grid=(1,), in_specs=[spec], out_specs=spec)
+        return call(x)  # type: ignore[no-any-return]
+
+    row = check(ranks, (X,), passes=("grid",), target="v6e").row("compile")
+    assert row.status == "failed"
+    assert "different numbers of dimensions" in row.what
 
 
 def test_the_tolerance_grows_with_coarse_dtypes_and_long_sums() -> None:

@@ -78,8 +78,13 @@ class Subject:
     def with_names(self, text: str) -> str:
         """Say which of the author's arguments "input 0 of pallas_call" is, where that is sure."""
 
+        try:
+            calls = self.calls
+        except Exception:  # a program that cannot be traced: the text most likely says why
+            return text
+
         def named(match: re.Match[str]) -> str:
-            argument = argument_of(self.calls, int(match[1]))
+            argument = argument_of(calls, int(match[1]))
             name = self.names.get(argument) if argument is not None else None
             return match[0] if name is None else f"argument {name!r} ({match[0]})"
 
