@@ -339,3 +339,16 @@ def test_no_override_costs_a_compiled_graph_nothing_but_an_empty_key() -> None:
     with override("aten::mm", plus_one, device="cpu"):
         assert chain.active_key() == first
     assert chain.active_key() == ()
+
+
+def test_what_an_implementation_falls_back_on_is_in_the_program_too() -> None:
+    from tpu_kernels.backends.graphs import compile_stats
+
+    a, b = matrices("tpu")
+    expected = torch.mm(a, b)
+    compiled = torch.compile(torch.mm, backend="tpu")
+    left = dict(compile_stats().left)
+    with override("aten::mm", plus_one) as first, override("aten::mm", plus_one) as second:
+        torch.testing.assert_close(compiled(a, b), expected + 2)
+    assert (first.hits, second.hits) == (1, 1)
+    assert compile_stats().left == left, "nothing runs outside of the program"

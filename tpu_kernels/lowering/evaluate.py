@@ -20,7 +20,7 @@ from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.errors import DTypeError
 from tpu_kernels.lowering import decompositions, fakes, kernels, rules
-from tpu_kernels.lowering.overriding import SKIPPED, Overrides, implementation
+from tpu_kernels.lowering.overriding import Overrides, implementation, skipped_by
 from tpu_kernels.lowering.rules import Unlowered
 from tpu_kernels.lowering.values import full, is_array, jax_dtype
 from tpu_kernels.registry import backend_table
@@ -133,8 +133,7 @@ class Evaluator:
 
     def _overridden(self, op: OpOverload, args: Any, kwargs: Any, node: Node) -> tuple[Any] | None:
         stand_ins = self._fakes(args, kwargs, node)
-        skipped = node.meta.get(SKIPPED, frozenset())
-        chosen = self.overrides.choose(op, *stand_ins, skipped)
+        chosen = self.overrides.choose(op, *stand_ins, skipped_by(node))
         if chosen is None:
             return None
         return (self._expanded(implementation(chosen), op, args, kwargs, node, {}),)

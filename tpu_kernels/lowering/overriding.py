@@ -17,7 +17,7 @@ from tpu_kernels.lowering.rules import Unlowered
 from tpu_kernels.registry.numerics import operators
 from tpu_kernels.registry.overrides import chain, graph
 
-SKIPPED = "tpu_kernels_skipped_overrides"  # entry of a node's meta
+SKIPPED = "tpu_kernels_skipped_overrides"  # entry of the user's part of a node's meta
 _HOST = "cpu"  # the simulated device calls the CPU's kernels, and with them their overrides
 
 
@@ -121,11 +121,23 @@ class _Noting(TorchDispatchMode):
     """Writes into each traced node which overrides its call would pass over."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        torch.fx.traceback.current_meta[SKIPPED] = chain.BUSY.overrides
+        # Of what is current, torch copies into nodes only entries that it knows, such as this one.
+        current = torch.fx.traceback.current_meta
+        before = current.get("custom")
+        current["custom"] = {**(before or {}), SKIPPED: chain.BUSY.overrides}
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            torch.fx.traceback.current_meta.pop(SKIPPED, None)
+            if before is None:
+                del current["custom"]
+            else:
+                current["custom"] = before
+
+
+def skipped_by(node: torch.fx.Node) -> frozenset[Any]:
+    """The overrides that a traced call passes over, because one of them made it."""
+    found: frozenset[Any] = (node.meta.get("custom") or {}).get(SKIPPED, frozenset())
+    return found
 
 
 class Counts:
