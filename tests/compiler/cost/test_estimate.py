@@ -152,6 +152,12 @@ def test_only_what_steers_a_kernel_is_computed() -> None:
     assert {index: value.tolist() for index, value in found.values.items()} == {0: [0, 3, 4, 8]}
     assert evaluate(closed, {})[0].values == {}
 
+    def layers(lengths: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (kernel(2 * lengths, c), None), x, None, length=3)[0]
+
+    (found,) = evaluate(jax.make_jaxpr(layers)(*avals), {0: np.array([3, 1, 4, 1], np.int32)})
+    assert {index: value.tolist() for index, value in found.values.items()} == {0: [6, 2, 8, 2]}
+
 
 @pytest.mark.libtpu
 def test_reports_carry_the_estimate_and_its_scalars() -> None:

@@ -113,6 +113,11 @@ class _Walk:
         if equation.primitive.name == "pallas_call":
             self._record(equation, inputs)
             return [_unknown] * len(equation.outvars)
+        if equation.primitive.name == "scan":
+            # A kernel in a loop over layers is steered by what does not change from turn to turn.
+            body, constants = equation.params["jaxpr"], equation.params["num_consts"]
+            unknown = [_unknown] * (len(inputs) - constants)
+            self.run(body.jaxpr, body.consts, [*inputs[:constants], *unknown])
         inner = _compat_jax.called_jaxpr(equation)
         if inner is not None:
             jaxpr, constants = inner
