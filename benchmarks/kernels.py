@@ -152,10 +152,17 @@ def main() -> None:
         arguments += ["--case", name]
     if not options.json:
         print(f"jax {jax.__version__}, {options.chip}: estimates of the compiler's code, no TPU")
-    found = (row for name in names for row in rows(CASES[name], options.chip))
-    others = _elsewhere(options.peer_python, arguments) if options.peer_python else []
-    for row in (*found, *others):
+    for row in _all_rows(options, names, arguments):
         print(json.dumps(row) if options.json else _text(row), flush=True)
+
+
+def _all_rows(
+    options: argparse.Namespace, names: Sequence[str], arguments: Sequence[str]
+) -> Iterator[Row]:
+    for name in names:
+        yield from rows(CASES[name], options.chip)
+    if options.peer_python:
+        yield from _elsewhere(options.peer_python, arguments)
 
 
 if __name__ == "__main__":

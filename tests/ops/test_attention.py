@@ -76,7 +76,7 @@ option_sets = st.sampled_from(
 
 
 # An example costs two compilations, so no shrinking: the first failure is small enough to read.
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     problem=st.builds(
         Problem,

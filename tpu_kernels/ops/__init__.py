@@ -13,8 +13,10 @@ Example:
 from __future__ import annotations
 
 from tpu_kernels import backends
+from tpu_kernels.tuning import lookup
 
 backends.ready()  # the operators' implementations, before the operators
+lookup.install()  # the shipped configs
 
 from tpu_kernels.ops.attention import attention, attention_backward  # noqa: E402
 from tpu_kernels.ops.matmul import bmm, matmul  # noqa: E402

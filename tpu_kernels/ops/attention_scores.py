@@ -232,4 +232,5 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def over_keys(x: jax.Array, reduce: Any) -> jax.Array:
     """Reduce [keys, queries] to [8, queries], register by register, with `jnp.max` or `jnp.sum`."""
-    return reduce(x.reshape(x.shape[0] // 8, 8, x.shape[1]), axis=0)
+    found: jax.Array = reduce(x.reshape(x.shape[0] // 8, 8, x.shape[1]), axis=0)
+    return found

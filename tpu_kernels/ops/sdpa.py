@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -58,7 +58,7 @@ def sdpa(
         )
     query, key, value = (_to_4d(x) for x in (query, key, value))
     seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
-    out = attention(
+    out: torch.Tensor = attention(
         query,
         key,
         value,
@@ -311,7 +311,7 @@ def use_attention(*, device: str = "tpu", priority: int = 0) -> AttentionOverrid
         1
     """
     prefix = "aten::_scaled_dot_product_fused_attention_overrideable"
-    parts = {
+    parts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "aten::scaled_dot_product_attention": (sdpa, suits),
         prefix: (_fused, _suits_fused),
         f"{prefix}_backward": (_fused_backward, _suits_backward),
