@@ -190,7 +190,8 @@ def _own_roots() -> list[Path]:
     roots: list[Path] = []
     for name in ("tpu_kernels", "tpu_kernels.dsl", "tpu_kernels.registry"):
         spec = find_spec(name)
-        roots += [Path(folder) for folder in (spec.submodule_search_locations or ()) if spec]
+        folders = spec.submodule_search_locations if spec is not None else None
+        roots += [Path(folder) for folder in folders or ()]
     return roots
 
 

@@ -153,7 +153,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             f"dictionary by name; it returned {type(arguments).__name__}",
             pytrace=False,
         )
-    check = pyfuncitem.callspec.params[_FIXTURE]
+    check: Any = pyfuncitem.callspec.params[_FIXTURE]
     others = {k: v for k, v in pyfuncitem.callspec.params.items() if k != _FIXTURE}
     key = (pyfuncitem.originalname, repr(others))
     _run(_marked(mark), arguments, check, pyfuncitem, key)
@@ -205,8 +205,9 @@ def _report(
     module = item.getparent(pytest.Module)
     kept = (module or item).stash.setdefault(_reports, {})
     full_key = (*key, "together" if together else str(check))
-    if full_key in kept:
-        return kept[full_key]
+    known = kept.get(full_key)
+    if known is not None:
+        return known
     passes = [check.name]
     if together:
         wanted = [c.name for c in _checks(plan, item.config)]
@@ -219,7 +220,9 @@ def _report(
     if check.name == "compile":
         options["target"] = check.target
     try:
-        report = run(plan.kernel, args, passes=passes, shrink_s=shrink_s, **options, **kwargs)
+        report: CheckReport = run(
+            plan.kernel, args, passes=passes, shrink_s=shrink_s, **options, **kwargs
+        )
     except ArgumentError as error:
         pytest.fail(f"the kernel does not take these arguments: {error}", pytrace=False)
     kept[full_key] = report

@@ -114,7 +114,7 @@ def with_smallest(
 
 def _key(call: GivenCall) -> Any:
     """Equal for calls that differ in nothing but in which part of a tensor they took."""
-    parts = []
+    parts: list[Any] = []
     for path, value in call.leaves():
         if isinstance(value, torch.Tensor):
             few = value.detach().cpu().reshape(-1)[:4]
