@@ -48,7 +48,7 @@ def enter(override: Override) -> None:
             # Graphs from before have no guard. That happens once per process.
             compat.forget_compiled_code()
             compat.guard_every_graph(chain.active_key)
-            cache_tag.add_source("overrides", lambda: fingerprint() if chain.active() else "")
+            cache_tag.add_source("overrides", _content)
             compat.after_import(compat.INDUCTOR_READY, lambda _: _fill_table())
         for op in _traced(override):
             _users[op] = _users.get(op, 0) + 1
@@ -168,6 +168,14 @@ def router_of(op: OpOverload) -> OpOverload:
         torch.library.register_fake(f"{NAMESPACE}::{name}", op, lib=_library)
         _routers[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return _routers[name]
+
+
+def _content() -> str:
+    """The part of a cache's key; asked for before a graph may come from a cache on disk."""
+    with chain.LOCK:
+        for op in _users:  # such a graph names routers that nobody traced in this process
+            router_of(op)
+    return fingerprint() if chain.active() else ""
 
 
 def fingerprint() -> str:
