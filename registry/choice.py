@@ -10,7 +10,7 @@ import numpy as np
 
 from tpu_kernels.dsl.spec import EMPTY, KernelSpec
 from tpu_kernels.errors import ConfigError
-from tpu_kernels.registry import config_table
+from tpu_kernels.registry import config_table, observing
 from tpu_kernels.registry.config_table import ConfigChoice, ConfigRequest
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.operator import Call
@@ -40,6 +40,7 @@ class Choices:
 
     def choose(self, call: Call, statics: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
         """Values for the open parameters of a call (a `tpu_kernels.registry.programs.Chooser`)."""
+        observing.tell(self.spec, call, statics)
         return self.decide(call, statics, engine.target).config
 
     def decide(self, call: Call, statics: Mapping[str, Any], target: str) -> ConfigChoice:

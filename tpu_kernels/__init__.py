@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         override_debug,
         overrides,
     )
-    from tpu_kernels.tuning import TuningCache, autotune, cache_key, select
+    from tpu_kernels.tuning import TuningCache, Workload, autotune, cache_key, record, select
     from tpu_kernels.verify.check import check
     from tpu_kernels.verify.compiling import compile
     from tpu_kernels.verify.pictures import report
@@ -62,6 +62,7 @@ _WHERE = {
     "Decline": "tpu_kernels.registry.overrides",
     "Kernel": "tpu_kernels.registry.kernel",
     "TuningCache": "tpu_kernels.tuning",
+    "Workload": "tpu_kernels.tuning",
     "autotune": "tpu_kernels.tuning",
     "cache_key": "tpu_kernels.tuning",
     "check": "tpu_kernels.verify.check",
@@ -72,6 +73,7 @@ _WHERE = {
     "override": "tpu_kernels.registry.overrides",
     "override_debug": "tpu_kernels.registry.overrides",
     "overrides": "tpu_kernels.registry.overrides",
+    "record": "tpu_kernels.tuning",
     "report": "tpu_kernels.verify.pictures",
     "save_bundle": "tpu_kernels.registry.bundle",
     "select": "tpu_kernels.tuning",
@@ -98,6 +100,7 @@ __all__ = [
     "TuningCache",
     "TuningError",
     "UnsupportedOnTarget",
+    "Workload",
     "autotune",
     "cache_key",
     "check",
@@ -108,6 +111,7 @@ __all__ = [
     "override",
     "override_debug",
     "overrides",
+    "record",
     "report",
     "save_bundle",
     "select",

@@ -22,6 +22,7 @@ SIM_DEVICE = "TPU_KERNELS_SIM_DEVICE"
 TORCH_TPU_CALLS = "TPU_KERNELS_TORCH_TPU_CALLS"
 PROGRAM_CACHE = "TPU_KERNELS_PROGRAM_CACHE"
 PROGRAM_CACHE_MIB = "TPU_KERNELS_PROGRAM_CACHE_MIB"
+RECORD = "TPU_KERNELS_RECORD"
 
 # The generations that the TPU compiler can target; `tpu_kernels.compiler.chips` has their details.
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -45,6 +46,8 @@ class Settings:
         torch_tpu_calls: How kernels call the real TorchTPU: ``"fast"``, ``"public"``, or ``"auto"``
             for fast where the installed release is one that this was tested with
             (``TPU_KERNELS_TORCH_TPU_CALLS``).
+        record: Folder where every process writes which kernels it ran, None to record nothing
+            (``TPU_KERNELS_RECORD``; ``tpu-kernels record`` sets it).
     """
 
     cache_dir: Path
@@ -53,6 +56,7 @@ class Settings:
     program_cache: bool = True
     program_cache_mib: int = 1024
     torch_tpu_calls: str = "auto"
+    record: Path | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
@@ -86,6 +90,7 @@ class Settings:
             program_cache_mib=_size(
                 PROGRAM_CACHE_MIB, environment.get(PROGRAM_CACHE_MIB) or "1024"
             ),
+            record=_folder(RECORD, record) if (record := environment.get(RECORD)) else None,
         )
 
 

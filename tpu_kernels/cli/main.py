@@ -41,6 +41,7 @@ COMMANDS = {
     "overrides": "the overrides of your modules: how often used, why not; --check compares them",
     "report": "draw a kernel on several TPUs: roofline, units, memory, pipeline; one HTML page",
     "run": "run a program on the real TorchTPU, without a TPU (experimental)",
+    "record": "run a program and record which kernels it runs, with which shapes",
     "tune": "try configurations of a kernel for a target, keep the best",
     "cache": "tuned records, compiled programs, compile results: list, explain, export, prune",
     "env": "versions, devices, what works here and what is missing",

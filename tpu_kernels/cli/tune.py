@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tpu_kernels.cli.argspec import parse_choices, random_tensors
-from tpu_kernels.cli.arguments import (
-    add_call_arguments,
-    add_target_option,
-    call_arguments,
-    targets,
-)
-from tpu_kernels.cli.kernels import add_import_option, find_kernel
+from tpu_kernels.cli.argspec import empty_tensor, parse_choices
+from tpu_kernels.cli.arguments import CALL_HELP, add_target_option, call_arguments, targets
+from tpu_kernels.cli.kernels import add_import_option, find_kernel, load_kernels
 from tpu_kernels.cli.output import Output
+from tpu_kernels.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tpu_kernels.tuning.workload import Workload
 
 DESCRIPTION = """\
-Compile one call of a kernel with every configuration, rank those that work, and store the best for
-later calls with the same shapes. Exit code 1 if no configuration works for a target.
+Compile one call of a kernel, or every call of a workload, with every configuration, rank those that
+work, and store the best for later calls with the same shapes. Exit code 1 if no configuration works
+for a target.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments and options of the subcommand."""
-    add_call_arguments(parser)
+    parser.add_argument(
+        "kernel", metavar="KERNEL", nargs="?", help="name of the kernel, such as tpu::matmul"
+    )
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=CALL_HELP)
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        metavar="FILE",
+        help="tune every call of a file that `tpu-kernels record` wrote; KERNEL narrows it",
+    )
+    parser.add_argument(
+        "--shapes",
+        metavar="NAME",
+        help="tune the layers of a model, such as llama3-8b/prefill; KERNEL narrows it",
+    )
     add_target_option(parser)
     parser.add_argument(
         "--configs",
@@ -48,24 +64,102 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> bool:
     """Tune and print; False if no configuration works for some target."""
+    if options.workload is not None or options.shapes is not None:
+        return _tune_workload(_workload(options), options, output)
+    if options.kernel is None:
+        raise ArgumentError("tune: what?", hint="name a kernel, --workload FILE or --shapes NAME")
     from tpu_kernels.tuning import autotune
 
     kernel = find_kernel(options.kernel, options.imports)
-    args, kwargs = call_arguments(options.arguments, random_tensors())
-    limits = {"timeout_s": options.timeout_s, "budget_s": options.budget_s}
+    # Only types count: nothing is executed for a target.
+    args, kwargs = call_arguments(options.arguments, empty_tensor)
     reports = []
     for target in targets(options.target):
         output.note(f"tuning {kernel.name} for {target} ...")
-        report = autotune(
-            kernel,
-            args,
-            configs=parse_choices(options.configs) or None,
-            target=target,
-            **{name: limit for name, limit in limits.items() if limit is not None},
-            **kwargs,
-        )
+        report = autotune(kernel, args, target=target, **_limits(options), **kwargs)
         reports.append(report)
         output.line(report.text)
     ok = all(report.ok for report in reports)
     output.document({"ok": ok, "reports": {str(r.target): r.to_dict() for r in reports}})
+    return ok
+
+
+def _limits(options: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "configs": parse_choices(options.configs) or None,
+        "timeout_s": options.timeout_s,
+        "budget_s": options.budget_s,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    from tpu_kernels.tuning.shape_sets import shape_set
+    from tpu_kernels.tuning.workload import Workload
+
+    if options.arguments:
+        raise ArgumentError(
+            f"tune: arguments {' '.join(options.arguments)!r} beside a workload",
+            hint="the workload has the arguments; a kernel's name narrows it",
+        )
+    calls = [
+        *(Workload.load(options.workload) if options.workload is not None else ()),
+        *(shape_set(options.shapes) if options.shapes is not None else ()),
+    ]
+    chosen = [call for call in calls if options.kernel in (None, call.kernel)]
+    if not chosen:
+        raise ArgumentError(
+            f"tune: the workload has no calls of {options.kernel or 'any kernel'}",
+            hint=f"its kernels: {', '.join(sorted({call.kernel for call in calls})) or 'none'}",
+        )
+    return Workload(chosen)
+
+
+def _tune_workload(workload: Workload, options: argparse.Namespace, output: Output) -> bool:
+    from tpu_kernels.tuning.batch import tune_workload
+    from tpu_kernels.tuning.report import config_text
+
+    chips = targets(options.target)
+    total, results = len(workload) * len(chips), []
+    for result in tune_workload(
+        workload,
+        load_kernels(options.imports),
+        chips,
+        started=lambda call, target: output.note(
+            f"[{len(results) + 1}/{total}] tuning {call} for {target} ..."
+        ),
+        **_limits(options),
+    ):
+        results.append(result)
+        if result.report is not None:
+            output.note(f"  {result.report.text.splitlines()[0]}")
+    rows = []
+    for result in results:
+        best = result.report.best if result.report is not None else None
+        rows.append(
+            (
+                result.target,
+                result.call.origin or str(result.call),
+                config_text(best.config) if best is not None else None,
+                f"{best.rank:.1f} µs" if best is not None else None,
+                result.reason or (result.report.decision if result.report is not None else ""),
+            )
+        )
+    output.table("", ("target", "call", "config", "time", "why"), rows)
+    tuned = [result for result in results if result.report is not None]
+    ok = bool(tuned) and all(result.ok for result in results)
+    output.document(
+        {
+            "ok": ok,
+            "results": [
+                {
+                    "target": r.target,
+                    "call": r.call.to_json(),
+                    "reason": r.reason,
+                    "report": r.report.to_dict() if r.report is not None else None,
+                }
+                for r in results
+            ],
+        }
+    )
     return ok

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu_kernels.tuning.cache import TuningCache
     from tpu_kernels.tuning.lookup import cache_key
+    from tpu_kernels.tuning.recording import record
     from tpu_kernels.tuning.report import TuneReport, TuneRow
     from tpu_kernels.tuning.selection import Selection, select
     from tpu_kernels.tuning.tuner import Progress, TuningFallback, autotune
+    from tpu_kernels.tuning.workload import Workload
 
 # Lazy: the cache is read by processes that need neither torch nor JAX.
 _WHERE = {
@@ -20,7 +22,9 @@ _WHERE = {
     "TuningFallback": "tuner",
     "Selection": "selection",
     "autotune": "tuner",
+    "Workload": "workload",
     "cache_key": "lookup",
+    "record": "recording",
     "select": "selection",
 }
 
@@ -31,8 +35,10 @@ __all__ = [
     "TuneRow",
     "TuningCache",
     "TuningFallback",
+    "Workload",
     "autotune",
     "cache_key",
+    "record",
     "select",
 ]
 

@@ -259,7 +259,7 @@ class TuningCache:
     def _write(self, record: Record) -> None:
         file = self._file(record.key, record.digest)
         try:
-            _write_atomically(file, record.dumps())
+            write_atomically(file, record.dumps())
         except OSError as error:
             with self._lock:
                 self._memory[record.digest] = record
@@ -285,7 +285,7 @@ def _kernel_of(encoded: Any) -> str | None:
     return encoded.get("kernel") if isinstance(encoded, dict) else None
 
 
-def _write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Write a file so that a crash at any moment leaves the old content or the new, no mixture."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{file.stem[:16]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -244,6 +244,10 @@ def source() -> TunedConfigs:
 def install() -> None:
     """Let every kernel ask for tuned configs; calling it again changes nothing."""
     config_table.add_config_source(_source)
+    if (folder := settings().record) is not None:
+        from tpu_kernels.tuning import recording
+
+        recording.record_process(folder)
 
 
 def store(
