@@ -28,8 +28,9 @@ from tpu_kernels.ops.attention_plan import Blocks, Plan, Shape, choose_blocks, s
 from tpu_kernels.ops.attention_scores import LOG2E, MASKED
 from tpu_kernels.ops.tiles import MIB, padded_bytes, round_up, vmem_limit
 
-# What the sum of the queries' gradients may take: with it a kernel fits 64 MiB (v5p, tpu7x).
-FUSED_BYTES = 24 * MIB
+# What the queries' gradients of a group may take, as sums and as results: with that and the blocks a
+# kernel fits 64 MiB (v5p, tpu7x).
+FUSED_BYTES = 36 * MIB
 
 
 class Saved(NamedTuple):
@@ -72,7 +73,7 @@ def backward(
     launch = functools.partial(
         _launch, q, k, v, operands, grad, lse, weight, plan=plan, shape=shape, blocks=blocks
     )
-    if _resident(shape, blocks) <= FUSED_BYTES:
+    if _resident(shape, blocks, q.dtype) <= FUSED_BYTES:
         dq, dk, dv = launch(wanted=Wanted(q=True, kv=True))
     else:
         dk, dv = launch(wanted=Wanted(q=False, kv=True))
@@ -80,10 +81,11 @@ def backward(
     return dq[:, :, : shape.queries], dk[:, :, : shape.keys], dv[:, :, : shape.keys]
 
 
-def _resident(shape: Shape, blocks: Blocks) -> int:
-    """Bytes of the queries' gradients of one group of heads, in float32."""
+def _resident(shape: Shape, blocks: Blocks, dtype: Any) -> int:
+    """Bytes of the queries' gradients of one group of heads: sums, and two buffers of results."""
     rows = shape.group * round_up(shape.queries, blocks.q)
-    return padded_bytes((shape.depth, rows), jnp.float32)
+    sums = padded_bytes((shape.depth, rows), jnp.float32)
+    return sums + 2 * padded_bytes((rows, shape.depth), dtype)
 
 
 def _launch(
