@@ -28,6 +28,7 @@ from tpu_kernels.ops.attention_plan import (
 )
 from tpu_kernels.ops.attention_reference import reference
 from tpu_kernels.ops.tiles import MIB
+from tpu_kernels.tuning.tables import table
 
 BF16, F32 = torch.bfloat16, torch.float32
 CAUSAL = ("causal", True)
@@ -319,6 +320,16 @@ def test_constraints_say_why_a_config_is_not_worth_trying() -> None:
         fits(q, q, q, 1 << 17, 1 << 17, None, None)
     )
     assert bucket(q[:, :, :600], q, q) == (1024, 4096, 128, 128)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_every_chip_has_shipped_configs_that_are_legal(chip: str) -> None:
+    entries = table(chip, "tpu::attention")
+    assert entries
+    for entry in entries:
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
+        names = ("block_q", "block_kv", "part_q", "part_kv")
+        assert fits(*arrays, *(entry.config[name] for name in names)) is True
 
 
 # The real compiler -------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from tpu_kernels.ops.attention_plan import Blocks, Plan, Shape, choose_blocks, s
 from tpu_kernels.ops.attention_scores import LOG2E, MASKED
 from tpu_kernels.ops.tiles import MIB, padded_bytes, round_up, vmem_limit
 
-# What the queries' gradients of a group may take, as sums and as results: with that and the blocks a
-# kernel fits 64 MiB (v5p, tpu7x).
+# What the queries' gradients of a group may take, as sums and as results: with that and the blocks
+# a kernel fits 64 MiB (v5p, tpu7x).
 FUSED_BYTES = 36 * MIB
 
 
