@@ -38,6 +38,7 @@ from tpu_kernels.errors import (
 )
 
 if TYPE_CHECKING:
+    from tpu_kernels.backends.graphs import compile_stats
     from tpu_kernels.registry.bundle import load, save_bundle
     from tpu_kernels.registry.decorator import tpu_kernel
     from tpu_kernels.registry.kernel import Kernel
@@ -67,6 +68,7 @@ _WHERE = {
     "cache_key": "tpu_kernels.tuning",
     "check": "tpu_kernels.verify.check",
     "compile": "tpu_kernels.verify.compiling",
+    "compile_stats": "tpu_kernels.backends.graphs",
     "explain_overrides": "tpu_kernels.registry.overrides",
     "load": "tpu_kernels.registry.bundle",
     "numerics": "tpu_kernels.registry.numerics.scope",
@@ -105,6 +107,7 @@ __all__ = [
     "cache_key",
     "check",
     "compile",
+    "compile_stats",
     "explain_overrides",
     "load",
     "numerics",

@@ -523,15 +523,18 @@ def functional_graph(
         decompositions: How operators are expressed in others.
         keep_meta: Whether nodes keep what `torch.fx.traceback` knew when they were made.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, decomposition_table=dict(decompositions))(*inputs)
-    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    if any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets):
-        # In a second step: the first would not see into composite operators.
-        run = torch.fx.Interpreter(graph).run if keep_meta else graph
-        functional = torch.func.functionalize(run, remove="mutations_and_views")
-        graph = make_fx(functional, decomposition_table=dict(decompositions))(*inputs)
+    # The Python dispatcher knows that batch norm writes to its statistics; its schema does not.
+    with enable_python_dispatcher():
+        graph = make_fx(function, decomposition_table=dict(decompositions))(*inputs)
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        if any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets):
+            # In a second step: the first would not see into composite operators.
+            run = torch.fx.Interpreter(graph).run if keep_meta else graph
+            functional = torch.func.functionalize(run, remove="mutations_and_views")
+            graph = make_fx(functional, decomposition_table=dict(decompositions))(*inputs)
     return graph
 
 

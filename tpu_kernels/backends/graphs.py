@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from tpu_kernels import _compat_jax
-from tpu_kernels.backends import bridges
+from tpu_kernels.backends import bridges, dropout
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.registry import config_table
@@ -95,6 +95,7 @@ class CompiledGraph:
     """
 
     def __init__(self, graph: GraphModule, options: GraphOptions) -> None:
+        dropout.split(graph)
         self.graph = graph
         self.options = options
         inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -249,7 +250,8 @@ class Runner:
     def _program(self, program: Any) -> Callable[[dict[Node, Any], dict[Node, Any]], None]:
         import jax
 
-        jitted = jax.jit(program.function)
+        # Without its arguments' device, JAX would ask every backend that it finds.
+        jitted = jax.jit(program.function, keep_unused=True)
         inputs, outputs = program.inputs, program.outputs
         to_jax = bridges.to_jax
         deliver = [(n, self._delivery(n) if n in self.kept else None) for n in outputs]
@@ -275,7 +277,9 @@ class Runner:
         if isinstance(meta, (list, tuple)):
             each = [_deliver(m, None) for m in meta]
             return lambda arrays: [d(a) for d, a in zip(each, arrays, strict=True)]
-        return _deliver(meta, self.lowered.forms.get(node))
+        deliver = _deliver(meta, self.lowered.forms.get(node))
+        gaps = self.lowered.gaps.get(node)
+        return deliver if gaps is None else lambda array: _spread(deliver(array), *gaps)
 
     def _host(self, node: Node) -> Callable[[dict[Node, Any], dict[Node, Any]], None]:
         from tpu_kernels.lowering import plan
@@ -326,6 +330,12 @@ def _deliver(meta: Any, form: Any) -> Callable[[Any], Any]:
     if form is None or not ndim:
         return plain
     return lambda array: form.of_tensor(plain(array))
+
+
+def _spread(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A copy with gaps in memory, as eager leaves them where a result is part of something."""
+    found = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return found.copy_(tensor)
 
 
 def _blank(node: Node, lowered: Any) -> torch.Tensor:

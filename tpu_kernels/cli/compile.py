@@ -13,7 +13,7 @@ from tpu_kernels.cli.arguments import (
     call_arguments,
     targets,
 )
-from tpu_kernels.cli.kernels import add_import_option, find_kernel
+from tpu_kernels.cli.kernels import add_import_option, find_subject
 from tpu_kernels.cli.output import Output
 from tpu_kernels.errors import MissingDependency
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Compile one call of a kernel with the real TPU compiler, for one or several generations. Exit code 1
-if it does not compile for one of them.
+if it does not compile for one of them. FILE.py:NAME in place of a kernel is a torch module (or its
+class) or a function of tensors in a file: the whole becomes one program.
 """
 
 
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time limit of one target (default: %(default)s)",
     )
+    parser.add_argument(
+        "--backward",
+        action="store_true",
+        help="of a module, compile the gradients of its parameters too",
+    )
     parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
     parser.add_argument(
         "--dump", type=Path, metavar="FOLDER", help="write the intermediate programs to a folder"
@@ -55,13 +61,14 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     """Compile and print; False if some target refuses."""
     from tpu_kernels.verify.compiling import compile as compile_kernel
 
-    kernel = find_kernel(options.kernel, options.imports)
+    kernel = find_subject(options.kernel, options.imports)
     args, kwargs = call_arguments(options.arguments, empty_tensor)
     reports = compile_kernel(
         kernel,
         args,
         targets(options.target),
         config=parse_config(options.config) or None,
+        backward=options.backward,
         timeout_s=options.timeout_s,
         cache=not options.no_cache,
         dump=options.dump,

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpu_kernels.errors import ArgumentError, KernelError
 
@@ -80,6 +80,33 @@ def find_kernel(name: str, imports: list[str]) -> Kernel:
         f"no kernel is called {name!r}",
         hint=f"{did_you_mean}`tpu-kernels list` shows all; --import adds yours",
     )
+
+
+def find_subject(name: str, imports: list[str]) -> Any:
+    """Return a kernel by its name, or what ``FILE.py:NAME`` names.
+
+    Args:
+        name: ``"tpu::matmul"``, or ``"model.py:Net"``. A class is called without arguments.
+        imports: As for `load_kernels`.
+
+    Returns:
+        The kernel, module or function.
+
+    Raises:
+        ArgumentError: There is no such kernel, or no such name in the file.
+        ImportFailure: The file cannot be imported.
+    """
+    file, separator, attribute = name.rpartition(".py:")
+    if not separator:
+        return find_kernel(name, imports)
+    for module in imports:
+        _import(module)
+    path = Path(f"{file}.py")
+    _import(str(path))
+    found = getattr(sys.modules[path.stem], attribute, None)
+    if found is None:
+        raise ArgumentError(f"{path} defines no {attribute!r}")
+    return found() if isinstance(found, type) else found
 
 
 def _import(name: str) -> None:

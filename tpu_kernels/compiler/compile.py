@@ -31,6 +31,7 @@ _HLO_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FIGURES = (
     *("seconds", "lowering_seconds", "code_bytes", "vmem_bytes", "bundles", "spills"),
     *("hbm_argument_bytes", "hbm_output_bytes", "hbm_temp_bytes", "flops", "hbm_traffic_bytes"),
+    "buffers",
 )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_kernels.compiler import artifacts, locations
+from tpu_kernels.compiler import artifacts, buffers, locations
 from tpu_kernels.errors import KernelError
 
 DUMP_FOLDER = "llo"
@@ -119,6 +119,7 @@ def _compile(
             "hbm_temp_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
             **_counts(executable),
+            "buffers": buffers.largest(executable.hlo_modules()[0].to_string()),
             **artifacts.figures(artifacts.listing(dump) - before),
             "estimate": _estimate(artifacts.listing(dump) - before, job, scalars, memory),
         }

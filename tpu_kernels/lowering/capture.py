@@ -29,12 +29,14 @@ class Captured:
         graph: Functional but for writes to its inputs; every node knows its module.
         inputs: A fake tensor for each input: parameters, buffers, then the arguments' tensors.
         names: A name for each input.
+        state: Names of the parameters and buffers among them.
         gradients: Names of the parameters whose gradients the graph returns after its outputs.
     """
 
     graph: GraphModule
     inputs: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
+    state: frozenset[str] = frozenset()
     gradients: tuple[str, ...] = ()
 
 
@@ -113,7 +115,7 @@ def capture(
             hint="the function must not look at the values of tensors (`item`, `if tensor`)",
         ) from error
     names = [*state, *[f"input {i}" for i in range(len(places))]]
-    return Captured(graph, tuple(fakes), tuple(names), tuple(trained))
+    return Captured(graph, tuple(fakes), tuple(names), frozenset(state), tuple(trained))
 
 
 def _fake(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,22 @@ def form_of(meta: Any, sizes: fakes.Sizes) -> Form | None:
     return Form(order, inverse, narrow, shape)
 
 
+def gaps_of(meta: Any, sizes: fakes.Sizes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of an output whose elements do not lie side by side; None if they do."""
+    if not isinstance(meta, torch.Tensor):
+        return None
+    shape, stride = sizes.all(meta.shape), sizes.all(meta.stride())
+    if shape is None or stride is None or 0 in shape:
+        return None
+    pairs = [(n, s) for n, s in zip(shape, stride, strict=True) if n > 1]
+    extent = 1
+    for n, s in sorted(pairs, key=lambda pair: pair[1]):
+        if s < extent:  # elements share memory
+            return None
+        extent += s * (n - 1)
+    return None if extent == math.prod(shape) else (shape, stride)
+
+
 @dataclasses.dataclass
 class Program:
     """One JAX function out of a graph.
@@ -100,6 +117,7 @@ class Lowered:
         steps: Programs, and nodes that run by torch, in order.
         constants: Values of nodes that are no tensors.
         forms: How outputs lie in memory where they are not row-major.
+        gaps: Shape and strides of outputs that have gaps in memory.
         unlowered: Nodes outside of programs for want of a lowering, and why.
         evaluator: What traced the programs, with the values of symbolic sizes.
         launches: The operators of kernels in the programs, once for each node.
@@ -113,6 +131,7 @@ class Lowered:
     evaluator: Evaluator
     launches: tuple[Any, ...] = ()
     counts: Counts | None = None
+    gaps: dict[Node, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def programs(self) -> list[Program]:
@@ -298,6 +317,10 @@ def _program(
         form = form_of(node.meta.get("val"), sizes) if node in returned else None
         if form is not None:
             lowered.forms[node] = form
+        elif node in returned:
+            gaps = gaps_of(node.meta.get("val"), sizes)
+            if gaps is not None:
+                lowered.gaps[node] = gaps
     if not outputs:
         return None
     function = _function(jaxpr, shapes, outputs, lowered.forms)

@@ -20,8 +20,9 @@ from tpu_kernels.compiler import (
     resolve,
 )
 from tpu_kernels.dsl import dtypes, source
-from tpu_kernels.errors import ArgumentError, DTypeError
+from tpu_kernels.errors import ArgumentError, DTypeError, TraceError
 from tpu_kernels.registry.kernel import Kernel
+from tpu_kernels.verify import modules
 
 Via = Literal["jax", "torch_tpu"]
 
@@ -40,6 +41,7 @@ class Traceable:
         where: ``file:line`` of the definition.
         concrete: Values of small integer arguments by position.
         leaves: The flat arguments themselves, tensors, arrays or abstract values.
+        finish: Adds to a report what is known of the program besides, or None.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Traceable:
     where: str | None
     concrete: Mapping[int, np.ndarray]
     leaves: Sequence[Any] = ()
+    finish: Callable[[CompileReport, Target], CompileReport] | None = None
 
 
 @overload
@@ -58,6 +61,7 @@ def compile(
     *,
     config: Mapping[str, Any] | None = ...,
     via: Via = ...,
+    backward: bool = ...,
     timeout_s: float = ...,
     cache: bool = ...,
     dump: str | Path | None = ...,
@@ -73,6 +77,7 @@ def compile(
     *,
     config: Mapping[str, Any] | None = ...,
     via: Via = ...,
+    backward: bool = ...,
     timeout_s: float = ...,
     cache: bool = ...,
     dump: str | Path | None = ...,
@@ -87,16 +92,19 @@ def compile(
     *,
     config: Mapping[str, Any] | None = None,
     via: Via = "jax",
+    backward: bool = False,
     timeout_s: float = 600.0,
     cache: bool = True,
     dump: str | Path | None = None,
     **kwargs: Any,
 ) -> CompileReport | CompileReports:
-    """Compile a kernel or a JAX function with the real TPU compiler; no TPU is needed.
+    """Compile a kernel, a JAX function or a whole torch model with the real TPU compiler; no TPU is
+    needed.
 
     Args:
-        kernel: A registered kernel, or any JAX function. With ``via="torch_tpu"`` a
-            `torch.nn.Module`, or a function of torch tensors that reads nothing but its arguments.
+        kernel: A registered kernel, any JAX function, a `torch.nn.Module`, or a function of torch
+            tensors (with ``via="torch_tpu"`` one that reads nothing but its arguments). A model
+            becomes one program with its parameters as arguments; its report is a `ModelReport`.
         args: Its arguments: torch tensors on any device, JAX or NumPy arrays,
             `jax.ShapeDtypeStruct`, and scalars. Of tensors and arrays only shape and dtype count.
         target: A chip (``"v6e"``), a chip with topology (``"v6e:2x2"``), or a sequence of them;
@@ -105,6 +113,8 @@ def compile(
         via: Who lowers the program: ``"jax"``, or ``"torch_tpu"`` for the program that the real
             TorchTPU would send to the chip (experimental; in a process started by ``tpu-kernels
             run --torch-tpu``, or on a machine with a TPU).
+        backward: Of a model, compile the gradients of its parameters in the same program. Its
+            result is the loss, or summed up to one.
         timeout_s: Seconds that the compiler may take for one target.
         cache: Look results up on disk first, and keep them there.
         dump: Folder to write StableHLO, Mosaic and LLO texts to, one subfolder for each of several
@@ -134,7 +144,9 @@ def compile(
     if via not in ("jax", "torch_tpu"):
         raise ArgumentError(f"compile: via={via!r} is neither 'jax' nor 'torch_tpu'")
     requests = []
-    program = traceable(kernel, tuple(args), config, kwargs) if via == "jax" else None
+    program = None
+    if via == "jax":
+        program = _program(kernel, tuple(args), config, kwargs, backward=backward)
     for each in targets:
         folder = None if dump is None else Path(dump)
         if folder is not None and len(targets) > 1:
@@ -156,6 +168,8 @@ def compile(
         )
         requests.append(request)
     done = dict(compile_all(requests))
+    if program is not None and program.finish is not None:
+        done = {i: program.finish(report, targets[i]) for i, report in done.items()}
     if isinstance(target, (str, Target)):
         return done[0]
     return CompileReports({each.name: done[index] for index, each in enumerate(targets)})
@@ -182,6 +196,76 @@ def _by_torch_tpu(
     program = program_of_text(text, target, time.perf_counter() - started)
     name, where = stablehlo.name_of(function), stablehlo.place_of(function)
     return Request(fn=function, avals=(), target=target, name=name, where=where, program=program)
+
+
+def _program(
+    kernel: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+    *,
+    backward: bool,
+) -> Traceable:
+    """What to compile; a function that is no kernel is tried in JAX first, then in torch."""
+    if isinstance(kernel, Kernel):
+        if backward:
+            raise ArgumentError(
+                "compile: backward=True is for torch modules and functions",
+                hint="compile a torch function that calls the kernel",
+            )
+        return traceable(kernel, args, config, kwargs)
+    if backward or modules.is_module(kernel):
+        return _of_torch(kernel, args, kwargs, backward=backward)
+    if not modules.has_tensors(args, kwargs):
+        return traceable(kernel, args, config, kwargs)
+    try:
+        program = traceable(kernel, args, config, kwargs)
+    except DTypeError:
+        found = _perhaps_torch(kernel, args, kwargs)
+        if found is None:
+            raise
+        return found
+    if _fails(program):
+        return _perhaps_torch(kernel, args, kwargs) or program
+    return program
+
+
+def _fails(program: Traceable) -> bool:
+    """Whether JAX cannot trace a function: its report will say so, unless it is torch code."""
+    import jax
+
+    try:
+        jax.eval_shape(program.function_for(resolve("v6e")), *program.avals)
+    except Exception:
+        return True
+    return False
+
+
+def _perhaps_torch(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Traceable | None:
+    try:
+        return _of_torch(function, args, kwargs, backward=False)
+    except TraceError:
+        return None
+
+
+def _of_torch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    backward: bool,
+) -> Traceable:
+    program = modules.torch_program(function, args, kwargs, backward=backward)
+    return Traceable(
+        program.name,
+        program.function_for,
+        program.whole.avals(),
+        program.where,
+        {},
+        finish=program.finished,
+    )
 
 
 def traceable(

@@ -140,7 +140,7 @@ def multinomial(x: Array, count: int, replacement: bool = False, **_: Any) -> Ar
 HOST = frozenset(
     {
         "aten::bernoulli.p", "aten::cauchy", "aten::exponential", "aten::geometric",
-        "aten::log_normal", "aten::native_dropout", "aten::normal.float_float",
+        "aten::log_normal", "aten::normal.float_float",
         "aten::normal_functional", "aten::rand", "aten::rand.generator", "aten::rand_like",
         "aten::randint", "aten::randint.generator", "aten::randint.low",
         "aten::randint.low_generator", "aten::randint_like", "aten::randint_like.low_dtype",
