@@ -12,6 +12,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+import pytest
+
 OK = "ok"
 
 
@@ -31,7 +33,7 @@ def main(module: str, results: str) -> None:
         try:
             check()
             outcomes[name] = OK
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcomes[name] = traceback.format_exc()
         Path(results).write_text(json.dumps(outcomes))
 
