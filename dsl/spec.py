@@ -181,6 +181,8 @@ class KernelSpec:
         returns: Structure of the outputs (without mutated arguments).
         source: File, line and content hash.
         language: ``"jax"``, ``"helion"``, ...
+        read_config: Makes a dict of parameter values of what stands for a config in the kernel's
+            language; None where that is such a dict already.
     """
 
     name: str
@@ -204,6 +206,7 @@ class KernelSpec:
     precision: str | None = None
     cache_dir: Any = None
     doc: str | None = None
+    read_config: Callable[[Any], dict[str, Any]] | None = None
 
     @property
     def namespace(self) -> str:

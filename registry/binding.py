@@ -95,6 +95,8 @@ def bind(
     """Bind arguments to a kernel; see `Kernel.bind`."""
     spec = kernel.spec
     parameters = spec.op_parameters
+    if spec.read_config is not None and config is not None:
+        config = spec.read_config(config)
     config = dict(getattr(config, "config", config) or {})
     _check_config(kernel, config)
     named = {k: v for k, v in kwargs.items() if k not in config}

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 
+from tpu_kernels import _compat_helion
 from tpu_kernels.dsl import jax_frontend
 from tpu_kernels.dsl.jax_frontend import Options
 from tpu_kernels.registry.kernel import Kernel, register
@@ -131,8 +132,12 @@ def tpu_kernel(
 
     def decorate(fn: Callable[..., Any]) -> Kernel:
         own_name = name if isinstance(name, str) else None
-        return register(
-            jax_frontend.from_function(fn, own_name, options, caller_locals), replace=replace
-        )
+        if _compat_helion.is_kernel(fn):
+            from tpu_kernels.dsl import helion_frontend
+
+            spec = helion_frontend.from_kernel(fn, own_name, options, caller_locals)
+        else:
+            spec = jax_frontend.from_function(fn, own_name, options, caller_locals)
+        return register(spec, replace=replace)
 
     return decorate(name) if callable(name) else decorate

@@ -1,0 +1,229 @@
+"""Every use of a private part of Helion, one small function each, with the reason.
+
+Helion is imported on first use only: a program without Helion kernels never pays for it. A new
+release can break only what stands here, and `check` says at once what has moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tpu_kernels.errors import VersionError
+
+_NO_LIMIT = 1 << 62
+_META_CACHE = "_helion_output_meta_cache"
+
+# Defaults of the launch keywords of kernels that build a list of work items first.
+_COMPACT: Mapping[str, Any] = {
+    "build_worklist": None,
+    "offset_arg_indices": [],
+    "metadata_fields": [],
+    "owner_ref_pos": 0,
+    "num_scalar_prefetch": 0,
+    "aligned_arg_indices": [],
+    "tile_start_ref_pos": 1,
+    "compact_block": 1,
+    "ordered_aligned_arg_indices": [],
+    "range_start_ref_pos": -1,
+    "ordered_window": 0,
+}
+_COMPACT_KEYWORDS = {"compact_block": "_compact_block"}
+
+
+def is_kernel(value: Any) -> bool:
+    """Whether a value is a `helion.Kernel`; False where nobody has imported Helion."""
+    helion = sys.modules.get("helion")
+    kind = getattr(helion, "Kernel", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_config(value: Any) -> bool:
+    """Whether a value is a `helion.Config`; False where nobody has imported Helion."""
+    kind = getattr(sys.modules.get("helion"), "Config", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def retarget(kernel: Any, *, interpret: bool) -> Any:
+    """The same kernel for the Pallas backend, whatever backend it was decorated for.
+
+    Helion reads its environment variables when a kernel is decorated, and searches for a config on
+    the first call of a kernel without one; both are settled here. The key function that a kernel
+    was made with is kept in a private attribute.
+    """
+    import helion
+
+    settings = kernel.settings.copy(
+        backend="pallas",
+        pallas_interpret=interpret,
+        dot_precision="default",
+        autotune_effort="none",
+        ignore_warnings=[*kernel.settings.ignore_warnings, helion.exc.TensorOperationInWrapper],
+    )
+    return helion.Kernel(
+        kernel.fn, configs=list(kernel.configs), settings=settings, key=kernel._key_fn
+    )
+
+
+def normalized(bound: Any, config: Any) -> Any:
+    """A config as a bound kernel uses it: Helion rounds block sizes without a word.
+
+    Only the setter of the public API normalises, and that one keeps the config.
+    """
+    return bound._normalized_config_copy(config)
+
+
+def forget_outputs(wrapper: Callable[..., Any]) -> None:
+    """Drop the output tensors that a generated host function keeps from its last run.
+
+    They would be fake tensors of a mode that is no more.
+    """
+    for value in list(wrapper.__globals__.values()):
+        for name in [n for n in getattr(value, "__dict__", {}) if n.startswith(_META_CACHE)]:
+            delattr(value, name)
+
+
+@contextlib.contextmanager
+def vmem_limit(limit: int | None) -> Iterator[None]:
+    """Let Helion take a number for the VMEM of the chip, in bytes.
+
+    It asks JAX once per process and keeps the answer, whichever chip was the target then. None
+    lets it ask again.
+    """
+    from helion.runtime.pallas import launcher
+
+    before = launcher._CACHED_VMEM_LIMIT_BYTES
+    launcher._CACHED_VMEM_LIMIT_BYTES = limit
+    try:
+        yield
+    finally:
+        launcher._CACHED_VMEM_LIMIT_BYTES = before
+
+
+def describe_cpu_as(device_kind: str) -> None:
+    """Let `pltpu.get_tpu_info` answer on a CPU, for the threads of the TPU interpreter.
+
+    They do not see the abstract mesh that the tracing thread is in.
+    """
+    from helion.runtime.pallas import launcher
+
+    launcher._ensure_cpu_tpu_info(device_kind)
+
+
+def pallas_call(
+    kernel: Callable[..., Any],
+    grid: tuple[int, ...],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    pads: Sequence[tuple[int, int, int, int]],
+    shapes: Mapping[int, tuple[int, ...]],
+    interpret: bool,
+) -> list[Any]:
+    """Rebuild the Pallas call of a launch on JAX values; traceable.
+
+    Helion's own launcher takes torch tensors and lowers on every call; its export to JAX replays
+    host code wrongly. Both share this private function.
+
+    Args:
+        kernel: The generated device function.
+        grid: Its grid.
+        args: Its arguments; abstract values for tensors that are only written.
+        options: The keywords that the generated code passed to the launcher.
+        pads: ``(argument, dimension, block, extra)`` for each padded dimension.
+        shapes: Shapes of padded arguments before padding.
+        interpret: Whether to build the call for Pallas's plain interpreter.
+
+    Returns:
+        The value of each output, those that are written in place included.
+    """
+    from helion.runtime.pallas import launcher
+
+    get = options.get
+    compact = None
+    if get("_compact_build_worklist") is not None:
+        compact = {}
+        for name, default in _COMPACT.items():
+            found = get(_COMPACT_KEYWORDS.get(name, f"_compact_{name}"))
+            compact[name] = default if found is None else found
+    if (product := get("_matmul_dot_general")) is not None:
+        used = [i for i, a in enumerate(args) if hasattr(a, "shape")]
+        written = set(get("_output_indices") or ()) - set(get("_inplace_indices") or ())
+        call = launcher._build_matmul_dot_general_jit_fn(product)
+        return [call(*(args[i] for i in used if i not in written))]
+    # What is interpreted has no VMEM to fit into; for a chip, JAX knows its size.
+    with vmem_limit(_NO_LIMIT if interpret else None):
+        return launcher._pallas_jax_call(  # type: ignore[no-any-return]
+            kernel,
+            grid,
+            tuple(args),
+            output_indices=get("_output_indices") or [],
+            inplace_indices=get("_inplace_indices"),
+            block_spec_info=get("_block_spec_info"),
+            scratch_shapes=get("_scratch_shapes"),
+            hbm_arg_indices=get("_hbm_arg_indices"),
+            smem_arg_indices=get("_smem_arg_indices"),
+            collective_id=get("_collective_id"),
+            use_low_level_scheduler=get("_use_low_level_scheduler", False),
+            grid_scalar_prefetch_arg_indices=get("_grid_scalar_prefetch_arg_indices"),
+            interpret=interpret,
+            compact=compact,
+            orig_shapes=dict(shapes),
+            ds_pad_dims=list(pads),
+            return_all_outputs=True,
+        )
+
+
+# What is used above, and the parameters that it must have.
+_USED: Mapping[str, tuple[str, ...]] = {
+    "_pallas_jax_call": (
+        *("pallas_kernel", "grid", "jax_args", "output_indices", "inplace_indices"),
+        *("block_spec_info", "scratch_shapes", "hbm_arg_indices", "smem_arg_indices"),
+        *("collective_id", "interpret", "use_low_level_scheduler", "compact", "orig_shapes"),
+        *("grid_scalar_prefetch_arg_indices", "ds_pad_dims", "return_all_outputs"),
+    ),
+    "_ensure_cpu_tpu_info": ("device_kind",),
+    "_build_matmul_dot_general_jit_fn": ("spec",),
+}
+
+
+def moved() -> list[str]:
+    """What this module uses of Helion and the installed release does not have."""
+    import helion
+    from helion.runtime.kernel import BoundKernel
+    from helion.runtime.pallas import launcher
+
+    missing = []
+    for name, parameters in _USED.items():
+        function = getattr(launcher, name, None)
+        if function is None:
+            missing.append(f"helion.runtime.pallas.launcher.{name}")
+            continue
+        known = inspect.signature(function).parameters
+        missing += [f"parameter {p!r} of {name}" for p in parameters if p not in known]
+    if not hasattr(launcher, "_CACHED_VMEM_LIMIT_BYTES"):
+        missing.append("helion.runtime.pallas.launcher._CACHED_VMEM_LIMIT_BYTES")
+    if not hasattr(BoundKernel, "_normalized_config_copy"):
+        missing.append("BoundKernel._normalized_config_copy")
+    if "_key_fn" not in inspect.getsource(helion.Kernel.__init__):
+        missing.append("Kernel._key_fn")
+    return missing
+
+
+def check() -> None:
+    """Refuse a release of Helion in which something moved.
+
+    Raises:
+        VersionError: Names what has moved.
+    """
+    if missing := moved():
+        import helion
+
+        raise VersionError(
+            f"helion {getattr(helion, '__version__', 'of unknown version')} lacks "
+            f"{', '.join(missing)}",
+            hint="install helion>=1.5.1,<1.6",
+        )
