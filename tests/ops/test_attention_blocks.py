@@ -14,6 +14,8 @@ from tpu_kernels.ops.attention_blocks import (
     LAST,
     MAX_BRANCHES,
     Band,
+    block_of,
+    flags_of,
     parts_of,
     steps_of,
 )
@@ -101,3 +103,11 @@ def test_many_ways_to_cut_share_a_branch() -> None:
     assert max(steps.kinds) == 2
     assert MAX_BRANCHES >= 2  # causal with a window, aligned, must not fall under this
     assert len(steps_of(Band(left=1023, right=0), (8192, 8192), (1024, 1024)).cuts) == 2
+
+
+@given(band=bands, lengths=st.tuples(st.integers(1, 60), st.integers(1, 60)))
+def test_two_words_hold_a_step(band: Band, lengths: tuple[int, int]) -> None:
+    steps = steps_of(band, lengths, (8, 8), by_keys=True, group=3)
+    where, what = steps.packed()
+    assert all(map(np.array_equal, block_of(where), (steps.q, steps.kv)))
+    assert all(map(np.array_equal, flags_of(what), (steps.flags, steps.head)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_kernels.ops.attention_blocks import steps_of
+from tpu_kernels.ops.attention_blocks import block_of, flags_of, steps_of
 from tpu_kernels.ops.attention_forward import splits
 from tpu_kernels.ops.attention_gradients import Wanted, body
 from tpu_kernels.ops.attention_operands import Operands, pad_to, segment_overlap
@@ -118,8 +118,10 @@ def _launch(
     def at(place: Any) -> Any:
         """`place(batch, query head, block of queries, block of keys)` as an index map."""
         if wanted.kv:
-            return lambda b, h, s, qi, kj, hd, *_: place(b, h * group + hd[s], qi[s], kj[s])
-        return lambda b, h, s, qi, kj, *_: place(b, h, qi[s], kj[s])
+            return lambda b, h, s, blocks_at, flags_at, *_: place(
+                b, h * group + flags_of(flags_at[s])[1], *block_of(blocks_at[s])
+            )
+        return lambda b, h, s, blocks_at, *_: place(b, h, *block_of(blocks_at[s]))
 
     def of_queries(depth: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, blocks.q, depth), at(lambda b, h, i, j: (b, h, i, 0)))
@@ -142,9 +144,7 @@ def _launch(
         spec = pl.BlockSpec((None, None, shape.depth, blocks.kv), place)
         arrays.append(("k_transposed", spec, k.swapaxes(2, 3)))
     arrays += zip(*operands.blocked(shape, blocks, at), strict=True)
-    scalars: list[jax.Array] = [
-        jnp.asarray(a) for a in (steps.q, steps.kv, steps.head, steps.flags)
-    ]
+    scalars: list[jax.Array] = [jnp.asarray(a) for a in steps.packed()]
     scalars.append(
         segment_overlap(operands, blocks) if operands.segmented else jnp.zeros((1, 1), jnp.int32)
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ EMPTY, FULL = 0, 1  # kinds of a step; 2 and more are the ways to cut a block
 MAX_BRANCHES = 4  # ways that get a branch of their own; with more, one branch masks at run time
 
 FIRST, LAST, KIND_SHIFT = 1, 2, 2
+_KV_SHIFT, _HEAD_SHIFT = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,24 @@ class Steps(NamedTuple):
     flags: np.ndarray
     cuts: tuple[Cut, ...]
 
+    def packed(self) -> tuple[np.ndarray, np.ndarray]:
+        """The list in two words per step, since scalar memory is small; `block_of` unpacks them."""
+        return self.q | self.kv << _KV_SHIFT, self.flags | self.head << _HEAD_SHIFT
+
     @property
     def kinds(self) -> frozenset[int]:
         """The kinds that occur."""
         return frozenset(np.unique(self.flags >> KIND_SHIFT).tolist())
+
+
+def block_of(word: Any) -> tuple[Any, Any]:
+    """Blocks of queries and of keys in the first word of a step."""
+    return word & ((1 << _KV_SHIFT) - 1), word >> _KV_SHIFT
+
+
+def flags_of(word: Any) -> tuple[Any, Any]:
+    """Flags and query head in the second word of a step."""
+    return word & ((1 << _HEAD_SHIFT) - 1), word >> _HEAD_SHIFT
 
 
 def _state(band: Band, delta: int, q: range, k: range, keys: int) -> int:

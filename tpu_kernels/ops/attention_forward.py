@@ -33,6 +33,8 @@ from tpu_kernels.ops.attention_blocks import (
     Cut,
     Part,
     Steps,
+    block_of,
+    flags_of,
     parts_of,
     steps_of,
 )
@@ -106,10 +108,10 @@ def forward(
 
     def at(place: Any) -> Any:
         """`place(batch, head, block of queries, block of keys)` as an index map."""
-        return lambda b, h, s, qi, kj, *_: place(b, h, qi[s], kj[s])
+        return lambda b, h, s, blocks_at, *_: place(b, h, *block_of(blocks_at[s]))
 
     named, specs, arrays = operands.blocked(shape, blocks, at)
-    scalars: list[jax.Array] = [jnp.asarray(a) for a in (steps.q, steps.kv, steps.flags)]
+    scalars: list[jax.Array] = [jnp.asarray(a) for a in steps.packed()]
     scalars.append(segment_overlap(operands, blocks) if operands.segmented else jnp.zeros((1, 1)))
     scalars[-1] = scalars[-1].astype(jnp.int32)
 
@@ -176,9 +178,8 @@ def forward(
 
 
 def _body(
-    q_index: Any,  # scalar memory: the steps
-    kv_index: Any,
-    flags: Any,
+    blocks_at: Any,  # scalar memory: the steps
+    flags_at: Any,
     overlap: Any,  # [batch, q blocks x kv blocks], whether segments of the blocks meet
     q_ref: Any,  # [block_q, head_dim]
     k_ref: Any,  # [block_kv, head_dim]
@@ -194,7 +195,8 @@ def _body(
     optional = dict(zip(names, refs, strict=False))
     out_ref, lse_ref, scaled_ref, top_ref, sum_ref, total_ref, *scores = refs[len(names) :]
     batch, head, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    i, j, flag = q_index[step], kv_index[step], flags[step]
+    i, j = block_of(blocks_at[step])
+    flag, _ = flags_of(flags_at[step])
     query_factor, product_factor = factor(plan, split)
     double = split and q_ref.dtype == jnp.bfloat16
 

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tpu_kernels.ops.attention_blocks import FIRST, KIND_SHIFT, LAST, Cut, Part, Steps
+from tpu_kernels.ops.attention_blocks import (
+    FIRST,
+    KIND_SHIFT,
+    LAST,
+    Cut,
+    Part,
+    Steps,
+    block_of,
+    flags_of,
+)
 from tpu_kernels.ops.attention_forward import each_branch, scale_queries
 from tpu_kernels.ops.attention_plan import Blocks, Plan, Shape
 from tpu_kernels.ops.attention_scores import Scores, Tile, Where, factor
@@ -32,10 +41,8 @@ class Wanted(NamedTuple):
 
 
 def body(
-    q_index: Any,  # scalar memory: the steps
-    kv_index: Any,
-    head_index: Any,
-    flags: Any,
+    blocks_at: Any,  # scalar memory: the steps
+    flags_at: Any,
     overlap: Any,  # [batch, q blocks x kv blocks], whether segments of the blocks meet
     *refs: Any,
     names: Sequence[str],
@@ -50,10 +57,8 @@ def body(
     """Add what one block of scores contributes to the gradients.
 
     Args:
-        q_index: Block of queries of each step.
-        kv_index: Block of keys of each step.
-        head_index: Query head of each step within its group.
-        flags: See `Steps`.
+        blocks_at: Blocks of queries and keys of each step; see `Steps.packed`.
+        flags_at: Flags and query head within its group of each step.
         overlap: Whether segments of two blocks meet.
         *refs: Blocks of the operands `names`, of the results `outputs`, and scratch.
         names: Names of the operands.
@@ -70,13 +75,14 @@ def body(
     scaled_ref, *tiles, sums = _scratch(refs[len(names) + len(outputs) :], wanted)
     query_factor, product_factor = factor(plan, split)
     batch, step = pl.program_id(0), pl.program_id(2)
-    i, j, flag = q_index[step], kv_index[step], flags[step]
+    i, j = block_of(blocks_at[step])
+    flag, member = flags_of(flags_at[step])
     head = pl.program_id(1)
     if wanted.kv:
-        head = head * shape.group + head_index[step]
+        head = head * shape.group + member
     q_blocks = -(-shape.queries // blocks.q)
     fused = wanted.q and wanted.kv
-    slot = head_index[step] * q_blocks + i if fused else 0
+    slot = member * q_blocks + i if fused else 0
 
     if fused:
 
