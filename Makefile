@@ -7,6 +7,7 @@
 #   make lint        ruff (rules and format) and mypy
 #   make docs-test   run every Python block of README.md and docs/
 #   make bench       run the benchmarks
+#   make tables      tune the shipped matmul for the layers of public models, write the shipped tables (hours)
 #   make clean       remove what was built; make distclean removes the environment too
 #
 # pip's own settings apply (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...), for example to take a
@@ -24,7 +25,9 @@ BUILD_FILES := pyproject.toml setup.py
 # mypy knows no package-dir mapping: it checks a tree of links that looks like the installed package.
 TYPECHECK := build/typecheck/tpu_kernels
 
-.PHONY: help demo test test-properties lint format docs-test bench clean distclean
+TABLE_SHAPES ?= square llama3-8b llama3-70b
+
+.PHONY: help demo test test-properties lint format docs-test bench tables clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +85,14 @@ docs-test: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	@set -e; for script in benchmarks/*.py; do \
 		echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+tables: $(VENV)/.installed-dev
+	for shapes in $(TABLE_SHAPES); do \
+		$(BIN)/tpu-kernels tune tpu::matmul --shapes $$shapes --target v5e,v5p,v6e,tpu7x --trials 24 $(ARGS) \
+			|| exit 1; \
+	done
+	$(BIN)/tpu-kernels cache export --format tables --kernel tpu::matmul tpu_kernels/tuning/tables
+	$(BIN)/python benchmarks/attention_tables.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

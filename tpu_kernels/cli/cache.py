@@ -23,7 +23,7 @@ DESCRIPTION = """\
 The cache folder holds tuned records, compiled CPU programs and results of the TPU compiler. Exit
 code 1: `verify` found damage, `explain` found no record, `import` wrote nothing.
 """
-FORMATS = ("own", "tokamax", "helion")
+FORMATS = ("own", "tokamax", "helion", "tables")
 _MIB = 2**20
 
 
@@ -162,6 +162,16 @@ def _export(options: argparse.Namespace, output: Output) -> bool:
             options.target in (None, known.get("target"))
         )
 
+    if options.format == "tables":
+        from tpu_kernels.tuning.shipping import write_tables
+
+        done = write_tables(filter(wanted, cache), options.file, load_kernels(options.imports))
+        files, written = [str(file) for file in done.files], done.written
+        output.document({"files": files, "written": written, "left_out": list(done.left_out)})
+        output.line(f"{written} records written to {len(files)} tables in {options.file}")
+        for reason in sorted(set(done.left_out)):
+            output.line(f"  left out: {reason}")
+        return written > 0
     if options.format == "helion":
         records = [record for record in cache if wanted(record)]
         if len(records) != 1:
@@ -193,6 +203,10 @@ def _import(options: argparse.Namespace, output: Output) -> bool:
     from tpu_kernels.tuning import exchange
 
     cache = _open().tuned
+    if options.format == "tables":
+        raise ArgumentError(
+            "tables are read by the package itself", hint="export them to tpu_kernels/tuning/tables"
+        )
     if options.format == "own":
         result = exchange.import_records(cache, options.file, overwrite=options.overwrite)
         output.document({"file": str(options.file), **vars(result)})

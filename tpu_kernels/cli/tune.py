@@ -13,6 +13,8 @@ from tpu_kernels.cli.output import Output
 from tpu_kernels.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from tpu_kernels.tuning.batch import BatchResult
+    from tpu_kernels.tuning.report import TuneReport
     from tpu_kernels.tuning.workload import Workload
 
 DESCRIPTION = """\
@@ -59,6 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time limit of the whole run; configurations left over are skipped",
     )
+    parser.add_argument(
+        "--trials",
+        type=int,
+        metavar="N",
+        help="sample a larger space: try so many configurations of it (extra 'search')",
+    )
+    parser.add_argument(
+        "--xla", action="store_true", help="also compile the reference without the kernel"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the search: one HTML page")
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="with --plot: PNG files too (matplotlib)"
+    )
     add_import_option(parser)
 
 
@@ -79,9 +94,19 @@ def run(options: argparse.Namespace, output: Output) -> bool:
         report = autotune(kernel, args, target=target, **_limits(options), **kwargs)
         reports.append(report)
         output.line(report.text)
+    _draw(reports, options, output)
     ok = all(report.ok for report in reports)
     output.document({"ok": ok, "reports": {str(r.target): r.to_dict() for r in reports}})
     return ok
+
+
+def _draw(reports: list[TuneReport], options: argparse.Namespace, output: Output) -> None:
+    if options.plot is None:
+        return
+    from tpu_kernels.tuning import plot
+
+    for file in plot.write(reports, options.plot, png=options.png):
+        output.note(f"wrote {file}")
 
 
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +114,8 @@ def _limits(options: argparse.Namespace) -> dict[str, Any]:
         "configs": parse_choices(options.configs) or None,
         "timeout_s": options.timeout_s,
         "budget_s": options.budget_s,
+        "trials": options.trials,
+        "xla": options.xla or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -120,7 +147,8 @@ def _tune_workload(workload: Workload, options: argparse.Namespace, output: Outp
     from tpu_kernels.tuning.report import config_text
 
     chips = targets(options.target)
-    total, results = len(workload) * len(chips), []
+    total = len(workload) * len(chips)
+    results: list[BatchResult] = []
     for result in tune_workload(
         workload,
         load_kernels(options.imports),
@@ -146,7 +174,8 @@ def _tune_workload(workload: Workload, options: argparse.Namespace, output: Outp
             )
         )
     output.table("", ("target", "call", "config", "time", "why"), rows)
-    tuned = [result for result in results if result.report is not None]
+    tuned = [result.report for result in results if result.report is not None]
+    _draw(tuned, options, output)
     ok = bool(tuned) and all(result.ok for result in results)
     output.document(
         {

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from tpu_kernels.tuning.recording import record
     from tpu_kernels.tuning.report import TuneReport, TuneRow
     from tpu_kernels.tuning.selection import Selection, select
-    from tpu_kernels.tuning.tuner import Progress, TuningFallback, autotune
+    from tpu_kernels.tuning.session import Progress
+    from tpu_kernels.tuning.tuner import SimulatedTime, TuningFallback, autotune
     from tpu_kernels.tuning.workload import Workload
 
 # Lazy: the cache is read by processes that need neither torch nor JAX.
 _WHERE = {
-    "Progress": "tuner",
+    "Progress": "session",
+    "SimulatedTime": "tuner",
     "TuneReport": "report",
     "TuneRow": "report",
     "TuningCache": "cache",
@@ -31,6 +33,7 @@ _WHERE = {
 __all__ = [
     "Progress",
     "Selection",
+    "SimulatedTime",
     "TuneReport",
     "TuneRow",
     "TuningCache",

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_kernels.compiler.chips import Target
@@ -29,6 +29,23 @@ Found = Callable[[int, TuneRow], None]
 """Called with index and row as soon as the fate of a candidate is known."""
 
 
+@dataclass
+class Memory:
+    """What batches of candidates that are tried one after the other learn from each other.
+
+    Attributes:
+        programs: Index of the first candidate of each program, by the program's digest.
+        rows: Its row, by index.
+        too_large: Config and VMEM limits of candidates that did not fit.
+        best: The best figure so far.
+    """
+
+    programs: dict[str, int] = field(default_factory=dict)
+    rows: dict[int, TuneRow] = field(default_factory=dict)
+    too_large: list[tuple[Mapping[str, Any], tuple[int | None, ...]]] = field(default_factory=list)
+    best: float = math.inf
+
+
 def try_candidates(
     candidates: Sequence[Candidate],
     target: Target,
@@ -39,6 +56,8 @@ def try_candidates(
     timeout_s: float,
     deadline: float,
     compiler: bool = True,
+    memory: Memory | None = None,
+    prune: bool | None = None,
 ) -> None:
     """Find the fate of every candidate.
 
@@ -51,22 +70,31 @@ def try_candidates(
         timeout_s: Seconds for one candidate.
         deadline: When to stop (`time.monotonic`); what is not tried by then is ``"skipped"``.
         compiler: Whether to compile; otherwise figures come from the grid alone.
+        memory: What earlier batches of the same search found; it learns from this one.
+        prune: Whether to leave out what cannot win; by default in spaces of more than 16.
     """
+    memory = memory if memory is not None else Memory()
     with worker_pool() as pool:
         inspections = _inspect(candidates, target, found, pool, timeout_s, deadline)
         fitting = _without_overflows(candidates, inspections, target, found)
-        unique, copies = _without_copies(fitting, inspections)
+        unique, copies = _without_copies(fitting, inspections, memory)
 
         def all_found(index: int, row: TuneRow) -> None:
             found(index, row)
-            for copy in copies.get(index, ()):
+            memory.rows[index] = row
+            for copy in copies.pop(index, ()):
                 text = f"same program as {config_text(row.config)}"
                 reason = f"{text}: {row.reason}" if row.reason else text
                 found(copy.index, replace(row, config=copy.config, reason=reason, same_as=index))
 
+        for index in [index for index in copies if index in memory.rows]:
+            all_found(index, memory.rows[index])
+
         if compiler:
             queue = _queue(unique, inspections, target, first)
-            _compile(queue, inspections, target, objective, all_found, pool, timeout_s, deadline)
+            wanted = len(queue) > _EXHAUSTIVE if prune is None else prune
+            spared = _Spared(inspections, target, objective, memory, prune=wanted)
+            _compile(queue, inspections, spared, all_found, pool, timeout_s, deadline)
         else:
             for candidate in unique:
                 evidence = Evidence(target.chip, inspections[candidate.index].models)
@@ -135,16 +163,18 @@ def _without_overflows(
 
 
 def _without_copies(
-    candidates: Sequence[Candidate], inspections: Mapping[int, child.Inspection]
+    candidates: Sequence[Candidate], inspections: Mapping[int, child.Inspection], memory: Memory
 ) -> tuple[list[Candidate], dict[int, list[Candidate]]]:
     """Separate the first candidate of each program from those with the identical program."""
-    by_digest: dict[str, Candidate] = {}
+    unique: list[Candidate] = []
     copies: dict[int, list[Candidate]] = {}
     for candidate in candidates:
-        one = by_digest.setdefault(inspections[candidate.index].digest, candidate)
-        if one is not candidate:
-            copies.setdefault(one.index, []).append(candidate)
-    return list(by_digest.values()), copies
+        index = memory.programs.setdefault(inspections[candidate.index].digest, candidate.index)
+        if index == candidate.index:
+            unique.append(candidate)
+        else:
+            copies.setdefault(index, []).append(candidate)
+    return unique, copies
 
 
 def _queue(
@@ -168,19 +198,17 @@ def _queue(
 def _compile(
     queue: Sequence[Candidate],
     inspections: Mapping[int, child.Inspection],
-    target: Target,
-    objective: Objective,
+    spared: _Spared,
     found: Found,
     pool: Pool,
     timeout_s: float,
     deadline: float,
 ) -> None:
     """Compile in small batches: a failure can spare larger candidates, and the budget holds."""
-    spared = _Spared(inspections, target, objective, prune=len(queue) > _EXHAUSTIVE)
     waiting = list(queue)
     while waiting:
         batch, waiting = waiting[: 2 * pool.max_workers], waiting[2 * pool.max_workers :]
-        rows = _compile_batch(batch, inspections, target, objective, spared, timeout_s, deadline)
+        rows = _compile_batch(batch, inspections, spared, timeout_s, deadline)
         with closing(rows):
             for candidate, row in rows:
                 found(candidate.index, row)
@@ -195,38 +223,41 @@ class _Spared:
         inspections: Mapping[int, child.Inspection],
         target: Target,
         objective: Objective,
+        memory: Memory,
         *,
         prune: bool,
     ) -> None:
         self._inspections = inspections
-        self._target = target
-        self._objective = objective
+        self.target = target
+        self.objective = objective
+        self._memory = memory
         self._prune = prune
-        self._best = math.inf
-        self._too_large: list[Candidate] = []
 
     def learn(self, candidate: Candidate, row: TuneRow) -> None:
         """Take in the fate of a candidate."""
         if row.status == "vmem":
-            self._too_large.append(candidate)
+            self._memory.too_large.append((candidate.config, self._limits(candidate)))
         if row.ok and row.cost is not None:
-            self._best = min(self._best, row.cost)
+            self._memory.best = min(self._memory.best, row.cost)
 
     def row(self, candidate: Candidate) -> TuneRow | None:
         """The row of a candidate that need not be compiled, None for one that has to be."""
         # A kernel may ask for more VMEM with larger blocks; only equal limits can be compared.
         limits = self._limits(candidate)
-        failed = [c.config for c in self._too_large if self._limits(c) == limits]
+        failed = [config for config, of in self._memory.too_large if of == limits]
         if (smaller := search.dominated(candidate.config, failed)) is not None:
             reason = f"not tried: asks for no less than {config_text(smaller)}, which did not fit"
             return TuneRow(candidate.config, "vmem", reason)
         if not self._prune:
             return None
         models = self._inspections[candidate.index].models
-        floor = self._objective.lower_bound(Evidence(self._target.chip, models))
-        if floor is None or floor <= self._best:
+        floor, best = (
+            self.objective.lower_bound(Evidence(self.target.chip, models)),
+            self._memory.best,
+        )
+        if floor is None or floor <= best:
             return None
-        reason = f"cannot be better: takes at least {floor:.4g} µs, the best {self._best:.4g}"
+        reason = f"cannot be better: takes at least {floor:.4g} µs, the best {best:.4g}"
         return TuneRow(candidate.config, "skipped", reason)
 
     def _limits(self, candidate: Candidate) -> tuple[int | None, ...]:
@@ -236,13 +267,12 @@ class _Spared:
 def _compile_batch(
     batch: Sequence[Candidate],
     inspections: Mapping[int, child.Inspection],
-    target: Target,
-    objective: Objective,
     spared: _Spared,
     timeout_s: float,
     deadline: float,
 ) -> Generator[tuple[Candidate, TuneRow], None, None]:
     trying, requests = [], []
+    target, objective = spared.target, spared.objective
     left = deadline - time.monotonic()
     for candidate in batch:
         if (row := spared.row(candidate)) is not None:

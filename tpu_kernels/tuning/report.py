@@ -81,6 +81,8 @@ class TuneReport:
         decision: Why this one was chosen, in one line.
         seconds: Duration of the run.
         stored: Whether the choice is in the cache.
+        space: How many configs there were; more than rows where the space was sampled.
+        baseline: The reference compiled by XLA without the kernel, where that was asked for.
     """
 
     kernel: str
@@ -92,6 +94,8 @@ class TuneReport:
     decision: str = ""
     seconds: float = 0.0
     stored: bool = False
+    space: int = 0
+    baseline: TuneRow | None = None
 
     @property
     def ok(self) -> bool:
@@ -123,6 +127,8 @@ class TuneReport:
             f"{self.kernel}{target}: {counts['ok']} of {len(self.results)} configs work{bad}; "
             f"{self.objective}, {self.seconds:.1f} s"
         ]
+        if self.space > len(self.results):
+            lines[0] += f"; a sample of a space of {self.space}"
         failed = [row for row in self.results if not row.ok and row.status != "skipped"]
         rows = [*self.ranking, *failed]
         names = [config_text(row.config) for row in rows]
@@ -133,6 +139,8 @@ class TuneReport:
             line = f"{mark} {name:{width}}  {row.status:{status_width}}  {_outcome(row)}"
             lines.append(line.rstrip())
         lines += self._skipped()
+        if self.baseline is not None:
+            lines.append(f"  XLA without the kernel: {_outcome(self.baseline)}")
         if self.decision:
             lines.append(self.decision)
         if self.fallback:
@@ -168,6 +176,8 @@ class TuneReport:
             "decision": self.decision,
             "seconds": self.seconds,
             "stored": self.stored,
+            "space": self.space,
+            "baseline": _row_dict(self.baseline) if self.baseline is not None else None,
         }
         return dict(json.loads(json.dumps(plain)))
 

@@ -56,7 +56,7 @@ def expand(
         )
     unique: dict[str, dict[str, Any]] = {}
     for config in configs:
-        unique.setdefault(_identity(config), config)
+        unique.setdefault(identity(config), config)
     if not unique:
         raise ConfigError(f"kernel {kernel!r}: there is no config in the given space")
     return list(unique.values())
@@ -90,7 +90,8 @@ def _as_config(item: Any, kernel: str) -> dict[str, Any]:
     return dict(item)
 
 
-def _identity(config: Mapping[str, Any]) -> str:
+def identity(config: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal configs, tuples and lists taken for one another."""
     try:
         return canonical(encode(config))
     except ArgumentError:
@@ -104,7 +105,7 @@ def same_config(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
         >>> same_config({"block": (8, 128)}, {"block": [8, 128]}), same_config({"n": 1}, {"n": 1.0})
         (True, False)
     """
-    return _identity(a) == _identity(b)
+    return identity(a) == identity(b)
 
 
 def check_names(

@@ -49,11 +49,12 @@ class WallSearch:
     Args:
         candidates: The candidates; they share their tensors.
         wanted: The reference's outputs, None to compare nothing.
+        pool: Workers to use.
         tolerance: See `compare.difference`.
         timeout_s: Seconds for one candidate.
         deadline: When to stop (`time.monotonic`).
 
-    A context manager: on leaving, no worker is left behind.
+    A context manager: on leaving, its files are removed.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class WallSearch:
         candidates: Sequence[Candidate],
         wanted: Sequence[torch.Tensor] | None,
         *,
+        pool: Pool,
         tolerance: float | None = None,
         timeout_s: float,
         deadline: float,
@@ -69,7 +71,7 @@ class WallSearch:
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._deadline = deadline
-        self._pool = Pool()
+        self._pool = pool
         self._folder = tempfile.TemporaryDirectory(prefix="tpu_kernels-tuning-")
         self._inputs = str(Path(self._folder.name) / "inputs.pickle")
         self._sent = [_Sent(c, c.function(interpret=True), f"c{c.index}") for c in candidates]
@@ -81,7 +83,6 @@ class WallSearch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown()
         self._folder.cleanup()
 
     def try_all(self, found: Found) -> None:
