@@ -65,3 +65,10 @@ def test_the_quickstart_does_what_it_can_without_the_compiler(tmp_path: Path) ->
     assert "Nothing is tuned or compiled for a TPU: the TPU compiler" in printed
     assert 'pip install "tpu_kernels[aot]"' in printed
     assert "The losses agree" in printed
+
+
+@pytest.mark.libtpu
+def test_the_attention_example_trains_and_compiles(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(EXAMPLES / "attention.py"))
+    assert "The losses agree; the kernel answered 12 calls." in printed
+    assert "tpu::attention on v6e: ok" in printed
