@@ -92,6 +92,7 @@ tables: $(VENV)/.installed-dev
 			|| exit 1; \
 	done
 	$(BIN)/tpu-kernels cache export --format tables --kernel tpu::matmul tpu_kernels/tuning/tables
+	$(BIN)/python benchmarks/attention_tables.py --out tpu_kernels/tuning/tables
 	$(BIN)/python benchmarks/attention_tables.py
 
 clean:

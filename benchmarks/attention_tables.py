@@ -1,4 +1,4 @@
-"""Make the shipped configs of `tpu::attention`: the best of a few by estimated time, per chip.
+"""Compare, and with --out make, the shipped configs of `tpu::attention`: the best of a few by estimated time, per chip.
 
 python benchmarks/attention_tables.py [--chip v6e ...] [--out tpu_kernels/tuning/tables]
 """
@@ -42,7 +42,7 @@ def arrays(shape: tuple[int, ...]) -> list[torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chip", choices=CHIPS, action="append")
-    parser.add_argument("--out", type=Path, default=Path("tpu_kernels/tuning/tables"))
+    parser.add_argument("--out", type=Path, help="folder of tables to write to")
     options = parser.parse_args()
     chips = options.chip or CHIPS
     times: dict[str, list[float]] = {chip: [] for chip in chips}
@@ -54,7 +54,7 @@ def main() -> None:
             times[chip].append(estimate.us if good and estimate else float("inf"))
         shown = ", ".join(f"{chip} {times[chip][-1]:.0f} µs" for chip in chips)
         print(f"{config}: {shown}", flush=True)
-    for chip in chips:
+    for chip in chips if options.out else ():
         best = min(range(len(CANDIDATES)), key=times[chip].__getitem__)
         config = {name: value for name, value in CANDIDATES[best].items() if value is not None}
         entries = []
