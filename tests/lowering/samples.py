@@ -113,6 +113,8 @@ def _difference(found: Any, expected: Any) -> str | None:
             if a != b:
                 return f"{a!r} instead of {b!r}"
             continue
+        if b.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
         if _steps(a) != _steps(b) and b.is_contiguous():

@@ -59,6 +59,8 @@ def test_a_model_with_its_backward_compiles_for_a_chip() -> None:
     assert forward.flops is not None
     assert report.flops > 2 * forward.flops
     assert "HBM of the device" in report.text
+    places = [buffer["where"] for buffer in report.buffers]
+    assert any(place.startswith(("blocks.0.", "head", "tokens")) for place in places), places
 
 
 @pytest.mark.libtpu

@@ -43,7 +43,7 @@ def _replace(graph: GraphModule, node: Node, source: Any, kept: float) -> None:
         blank.meta["val"] = mask.meta["val"] = torch.empty_like(value, dtype=torch.bool)
         masked.meta["val"] = scaled.meta["val"] = torch.empty_like(value)
     for user in list(node.users):
-        user.replace_all_uses_with((scaled, mask)[user.args[1]])
+        user.replace_all_uses_with(mask if user.args[1] else scaled)
         graph.graph.erase_node(user)
     graph.graph.erase_node(node)
 

@@ -223,6 +223,9 @@ class Runner:
         self.lowered = lowered
         self.inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self.outputs = plan.outputs(graph)
+        self.flat = isinstance(self.outputs, (list, tuple)) and not any(
+            isinstance(n, (list, tuple, dict)) for n in self.outputs
+        )
         self.attributes = {
             n: getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr"
         }
@@ -245,6 +248,8 @@ class Runner:
             launch()
         if self.counts is not None:
             self.counts.add()
+        if self.flat:  # what AOTAutograd hands over
+            return [values[n] if isinstance(n, Node) else n for n in self.outputs]
         return map_arg(self.outputs, values.__getitem__)
 
     def _program(self, program: Any) -> Callable[[dict[Node, Any], dict[Node, Any]], None]:

@@ -88,7 +88,7 @@ def capture(
         for place, tensor in zip(places, tensors[len(state) :], strict=True):
             filled[place] = tensor
         positional, named = tree_unflatten(filled, spec)
-        with _scopes(module):
+        with _scopes(module) as paths:
             if module is None:
                 result = function(*positional, **named)
             else:
@@ -96,6 +96,7 @@ def capture(
         outputs = [v for v in tree_flatten(result)[0] if isinstance(v, torch.Tensor)]
         if not backward:
             return outputs
+        _name_backward(paths)
         wanted = [weights[name] for name in trained]
         grads = torch.autograd.grad(_loss(outputs), wanted, allow_unused=True)
         return [*outputs, *[g for g in grads if g is not None]]
@@ -135,10 +136,11 @@ def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _scopes(module: nn.Module | None) -> Iterator[None]:
-    """Let the nodes that a submodule makes know its path."""
+def _scopes(module: nn.Module | None) -> Iterator[dict[Any, str]]:
+    """Let the nodes that a submodule makes know its path; yields the path of each autograd node."""
+    paths: dict[Any, str] = {}
     if module is None:
-        yield
+        yield paths
         return
     meta = torch.fx.traceback.current_meta
     handles = []
@@ -146,14 +148,18 @@ def _scopes(module: nn.Module | None) -> Iterator[None]:
     stack: list[str] = []
 
     def enter(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(_module: nn.Module, inputs: Any) -> None:
+            # What came before is the outer module's own.
+            if stack:
+                _assign(paths, _functions(inputs), stack[-1])
             stack.append(path)
             meta["nn_module_stack"] = {path: (path, "")}
 
         return hook
 
-    def leave(*_: Any) -> None:
-        stack.pop()
+    def leave(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        path = stack.pop()
+        _assign(paths, _functions(result), path)
         if stack:
             meta["nn_module_stack"] = {stack[-1]: (stack[-1], "")}
         else:
@@ -163,10 +169,41 @@ def _scopes(module: nn.Module | None) -> Iterator[None]:
         handles.append(child.register_forward_pre_hook(enter(path)))
         handles.append(child.register_forward_hook(leave, always_call=True))
     try:
-        yield
+        yield paths
     finally:
         for handle in handles:
             handle.remove()
         meta.pop("nn_module_stack", None)
         if before is not None:
             meta["nn_module_stack"] = before
+
+
+def _functions(value: Any) -> list[Any]:
+    """The autograd nodes of the tensors in a value."""
+    tensors = [v for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
+    return [t.grad_fn for t in tensors if t.grad_fn is not None]
+
+
+def _assign(paths: dict[Any, str], functions: list[Any], path: str) -> None:
+    """Give a path to the autograd nodes of a module: those that no inner or earlier one has."""
+    waiting = list(functions)
+    while waiting:
+        function = waiting.pop()
+        if function in paths:
+            continue
+        paths[function] = path
+        waiting.extend(following for following, _ in function.next_functions if following)
+
+
+def _name_backward(paths: dict[Any, str]) -> None:
+    """Let what an autograd node computes know the module whose forward made it."""
+    meta = torch.fx.traceback.current_meta
+
+    def name(path: str) -> Callable[[Any], None]:
+        def hook(_: Any) -> None:
+            meta["nn_module_stack"] = {path: (path, "")}
+
+        return hook
+
+    for function, path in paths.items():
+        function.register_prehook(name(path))

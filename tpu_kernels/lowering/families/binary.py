@@ -121,10 +121,30 @@ def power(x: Any, y: Any) -> Array:
     if is_integral(dtype):
         if not is_array(y) and y < 0:
             raise Unlowered("integers to a negative power")
-        return elementwise(jnp.power, x, y)
+        return elementwise(_whole_power, x, y)
     if not is_array(y) and float(y).is_integer() and abs(y) <= 64 and not dtype.is_complex:
         return elementwise(lambda a: lax.integer_pow(a, int(y)), cast(x, dtype), precise=True)
     return elementwise(lax.pow, x, y, precise=True)
+
+
+def _whole_power(x: Array, y: Array) -> Array:
+    """Integers to integers: products wrap around; to negative powers, only 1 and -1 give any."""
+    one, zero = lax.full_like(x, 1), lax.full_like(x, 0)
+
+    def step(_: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        result, base, rest = state
+        odd = lax.bitwise_and(rest, one) == one
+        return (
+            jnp.where(odd, result * base, result),
+            base * base,
+            lax.shift_right_logical(rest, one),
+        )
+
+    bits = 8 * x.dtype.itemsize
+    found = lax.fori_loop(0, bits, step, (one, x, y))[0]
+    minus = jnp.where(lax.bitwise_and(y, one) == one, lax.neg(one), one)
+    negative = jnp.where(x == one, one, jnp.where(x == lax.neg(one), minus, zero))
+    return jnp.where(y < zero, negative, found)
 
 
 def _power_by(exponent: float) -> Callable[[Array], Array]:

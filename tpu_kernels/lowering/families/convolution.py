@@ -105,11 +105,11 @@ def convolution_backward(
     if len(arguments) + len(named) == 8:
         arguments.pop(0)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    names = (*names, "output_mask")
-    named = {k: v for k, v in named.items() if k in names}
-    values = {**dict(zip(names, arguments, strict=False)), **named}
+    every = (*names, "output_mask")
+    named = {k: v for k, v in named.items() if k in every}
+    values = {**dict(zip(every, arguments, strict=False)), **named}
     mask = values.pop("output_mask")
-    settings = [values[name] for name in names[:-1]]
+    settings = [values[name] for name in names]
     # Half precision is differentiated in float32: the rule for a product that widens is missing.
     dtype = torch_dtype(x)
     wide = torch.float32 if dtype in HALF else dtype

@@ -92,7 +92,7 @@ def cholesky_solve(b: Array, a: Array, upper: bool = False) -> Array:
 def qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
     if mode == "r":
         return full((0,), 0, _dtype(x)), jnp.linalg.qr(x, mode="r")
-    return tuple(jnp.linalg.qr(x, mode=mode))  # type: ignore[return-value]
+    return tuple(jnp.linalg.qr(x, mode=mode))
 
 
 def _dtype(x: Array) -> torch.dtype:
@@ -114,7 +114,7 @@ def svd(
     if not compute_uv:
         none = full((0,), 0, _dtype(x))
         return none, jnp.linalg.svd(x, compute_uv=False), none
-    return tuple(jnp.linalg.svd(x, full_matrices=full_matrices))  # type: ignore[return-value]
+    return tuple(jnp.linalg.svd(x, full_matrices=full_matrices))
 
 
 @lowers("_linalg_det")

@@ -13,8 +13,8 @@ from tpu_kernels.lowering.rules import Unlowered, lowers
 from tpu_kernels.lowering.values import Array, cast, full, opmath, torch_dtype
 
 
-def _wide(x: Array | None) -> Array | None:
-    return None if x is None else cast(x, opmath(torch_dtype(x)))
+def _wide(x: Array) -> Array:
+    return cast(x, opmath(torch_dtype(x)))
 
 
 def _moments(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:

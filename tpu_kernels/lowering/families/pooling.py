@@ -214,8 +214,18 @@ def _avg_pool_rules(dims: int) -> tuple[Callable[..., Array], Callable[..., Arra
             x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, dims
         )
 
-    def backward(grad: Array, x: Array, *options: Any) -> Array:
-        _, transpose = jax.vjp(lambda y: _avg_pool(y, *options, dims), x)
+    def backward(
+        grad: Array,
+        x: Array,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> Array:
+        settings = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        _, transpose = jax.vjp(lambda y: _avg_pool(y, *settings, dims), x)
         return transpose(grad)[0]
 
     return rule, backward

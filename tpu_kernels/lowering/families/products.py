@@ -172,4 +172,5 @@ def kron(a: Array, b: Array) -> Array:
 
 @lowers("linalg_cross")
 def cross(a: Array, b: Array, *, dim: int = -1) -> Array:
-    return jnp.cross(*jnp.broadcast_arrays(a, b), axis=dim)
+    a, b = jnp.broadcast_arrays(a, b)
+    return jnp.cross(a, b, axis=dim)

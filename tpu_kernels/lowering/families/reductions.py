@@ -327,6 +327,12 @@ def cummin(x: Array, dim: int) -> tuple[Array, Array]:
     return _running(x, dim, largest=False)
 
 
+@lowers("_cdist_forward")
+def cdist(x: Array, y: Array, p: float, compute_mode: int | None = None) -> Array:
+    difference = lax.expand_dims(x, [x.ndim - 1]) - lax.expand_dims(y, [y.ndim - 2])
+    return vector_norm(difference, p, [-1])
+
+
 @lowers("trace")
 def trace(x: Array) -> Array:
     return total(jnp.diagonal(x))

@@ -69,7 +69,8 @@ def _nearest_index(
 ) -> np.ndarray[Any, Any]:
     ratio, place = _ratio(size, output, scale, False), np.arange(output, dtype=np.float32)
     found = np.floor(ratio * (place + np.float32(0.5)) if exact else ratio * place)
-    return np.minimum(found.astype(np.int64), size - 1)
+    index: np.ndarray[Any, Any] = np.minimum(found.astype(np.int64), size - 1)
+    return index
 
 
 Resize = Callable[[Array, Sequence[int], Sequence[float | None]], Array]

@@ -43,7 +43,8 @@ def sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Arra
 def sort_stable(
     x: Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[Array, Array]:
-    return sort(x, dim, descending)
+    found: tuple[Array, Array] = sort(x, dim, descending)
+    return found
 
 
 @lowers("argsort", "argsort.stable")

@@ -183,13 +183,16 @@ def split(x: Array, size: int, dim: int = 0) -> list[Array]:
     whole = x.shape[axis_of(dim, x.ndim)]
     if whole == 0:
         return [x]
-    return split_with_sizes(x, [min(size, whole - at) for at in range(0, whole, size)], dim)
+    sizes = [min(size, whole - at) for at in range(0, whole, size)]
+    parts: list[Array] = split_with_sizes(x, sizes, dim)
+    return parts
 
 
 @lowers("chunk", "unsafe_chunk")
 def chunk(x: Array, chunks: int, dim: int = 0) -> list[Array]:
     whole = x.shape[axis_of(dim, x.ndim)]
-    return split(x, max(1, -(-whole // chunks)), dim)
+    parts: list[Array] = split(x, max(1, -(-whole // chunks)), dim)
+    return parts
 
 
 @lowers("unbind.int", "unbind_copy.int")
@@ -338,7 +341,7 @@ def roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
 
 @lowers("rot90")
 def rot90(x: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
 @lowers("constant_pad_nd")
