@@ -1,4 +1,4 @@
-"""Compare, and with --out make, the shipped configs of `tpu::attention`: the best of a few by estimated time, per chip.
+"""Compare configs of `tpu::attention` by estimated time; with --out, ship the best of each chip.
 
 python benchmarks/attention_tables.py [--chip v6e ...] [--out tpu_kernels/tuning/tables]
 """
