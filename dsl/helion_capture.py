@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kernels import _compat_helion, _compat_torch
+from tpu_kernels.dsl import generated_code
 from tpu_kernels.errors import SignatureError, TraceError
 
 _library = torch.library.Library("tpu_kernels_internal", "FRAGMENT")
@@ -110,17 +111,18 @@ def capture(
 
     def work() -> Capture:
         with _compat_helion.vmem_limit(vmem_bytes):
-            bound = kernel.bind(_for_helion(arguments))
+            bound = kernel.bind(for_helion(arguments))
             chosen = config if config is not None else _own_config(kernel, bound)
             chosen = _compat_helion.normalized(bound, chosen)
             wrapper = bound.compile_config(chosen)
             code = bound.to_code(chosen)
+        generated_code.remember(wrapper.__code__.co_filename, kernel.fn.__code__.co_filename)
         _compat_helion.forget_outputs(wrapper)
         names = list(kernel.signature.parameters)
         graph = _trace(wrapper, names, arguments, mutates, where)
         return Capture(graph, chosen, code)
 
-    return _in_fresh_thread(work)
+    return in_fresh_thread(work)
 
 
 def _own_config(kernel: Any, bound: Any) -> Any:
@@ -128,7 +130,7 @@ def _own_config(kernel: Any, bound: Any) -> Any:
     return kernel.configs[0] if kernel.configs else bound.config_spec.default_config()
 
 
-def _for_helion(arguments: Sequence[Any]) -> tuple[Any, ...]:
+def for_helion(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments as `bind` takes them: numbers as constants, else each becomes a tensor per call."""
     import helion.language as hl
 
@@ -215,7 +217,7 @@ def _note(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any
     return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
 
 
-def _in_fresh_thread(work: Callable[[], Any]) -> Any:
+def in_fresh_thread(work: Callable[[], Any]) -> Any:
     """Run a function where no mode of torch's is active.
 
     A fake kernel may be asked inside Dynamo, functorch or AOTAutograd; their modes belong to the

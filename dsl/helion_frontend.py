@@ -70,9 +70,10 @@ def from_kernel(
         for f in dataclasses.fields(options)
         if f.name not in ("dynamic_args", "backward", "vmap", "configs")
     }
+    function = HelionFunction(kernel, options.mutates_args, where, config_name)
     spec = KernelSpec(
         name=qualified,
-        jax_fn=HelionFunction(kernel, options.mutates_args, where, config_name),
+        jax_fn=function,
         parameters=tuple(parameters),
         returns=returns,
         source=dataclasses.replace(source, digest=_digest(kernel, source.digest)),
@@ -83,6 +84,7 @@ def from_kernel(
         vmap=None,
         configs=_configs(options.configs, config_name),
         read_config=_Reader(config_name),
+        config_space=function.space,
         **settings,
     )
     check_options(spec, where)

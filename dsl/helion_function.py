@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tpu_kernels import _compat_helion
 from tpu_kernels.dsl import dtypes, helion_config
-from tpu_kernels.dsl.helion_capture import Capture, capture
+from tpu_kernels.dsl.helion_capture import Capture, capture, for_helion, in_fresh_thread
 
 _VMEM = 128 * 2**20  # what Helion's heuristics count with where no chip is the target
 
@@ -101,6 +101,25 @@ class HelionFunction:
                     where=self.where,
                 )
             return self._captures[key]
+
+    def code(self, values: Mapping[str, Any]) -> str:
+        """The Pallas code that Helion generates for arguments by name."""
+        ordered = [_stand_in(values[name]) for name in self.parameters]
+        return self.captured(ordered, values.get(self.config_name)).code
+
+    def space(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Configs worth trying for arguments by name, as `helion_space.configs_of` lists them."""
+        from tpu_kernels.dsl.helion_space import configs_of
+
+        ordered = [_stand_in(values[name]) for name in self.parameters]
+        kernel = self._variant(False)
+
+        def work() -> list[str]:
+            with _compat_helion.vmem_limit(_VMEM):
+                return configs_of(kernel.bind(for_helion(ordered)))
+
+        found: list[str] = in_fresh_thread(work)
+        return [{self.config_name: text} for text in found]
 
     def _variant(self, interpret: bool) -> Any:
         if interpret not in self._variants:

@@ -183,6 +183,8 @@ class KernelSpec:
         language: ``"jax"``, ``"helion"``, ...
         read_config: Makes a dict of parameter values of what stands for a config in the kernel's
             language; None where that is such a dict already.
+        config_space: Lists configs worth trying for arguments by name (abstract values for
+            tensors), where the language knows some by itself.
     """
 
     name: str
@@ -207,6 +209,7 @@ class KernelSpec:
     cache_dir: Any = None
     doc: str | None = None
     read_config: Callable[[Any], dict[str, Any]] | None = None
+    config_space: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
 
     @property
     def namespace(self) -> str:

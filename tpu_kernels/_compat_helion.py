@@ -76,6 +76,11 @@ def normalized(bound: Any, config: Any) -> Any:
     return bound._normalized_config_copy(config)
 
 
+def is_viable(bound: Any, config: Any) -> bool:
+    """Whether Helion's own search would try a config; the check hangs on its backend object."""
+    return bool(bound.config_spec.backend.autotune_config_is_viable(bound.config_spec, config))
+
+
 def forget_outputs(wrapper: Callable[..., Any]) -> None:
     """Drop the output tensors that a generated host function keeps from its last run.
 

@@ -388,10 +388,14 @@ def pallas_calls(jaxpr: Any, calls: int = 1) -> Iterator[PallasCall]:
             yield from pallas_calls(inner, calls * trips)
 
 
+# `pallas_call`, and what `pl.kernel` (and so Helion) binds.
+_PALLAS = frozenset({"pallas_call", "mpmd_map"})
+
+
 def has_pallas_call(jaxpr: Any) -> bool:
     """Whether a jaxpr contains a Pallas call, nested functions and loops included."""
     return any(
-        eqn.primitive.name == "pallas_call" or any(map(has_pallas_call, inner_jaxprs(eqn)))
+        eqn.primitive.name in _PALLAS or any(map(has_pallas_call, inner_jaxprs(eqn)))
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
 

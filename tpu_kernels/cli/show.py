@@ -11,6 +11,7 @@ from tpu_kernels.cli.arguments import add_call_arguments, call_arguments
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
 from tpu_kernels.cli.list import describe
 from tpu_kernels.cli.output import Output, output_path
+from tpu_kernels.errors import ArgumentError
 
 if TYPE_CHECKING:
     from tpu_kernels.dsl.spec import Parameter
@@ -25,6 +26,11 @@ would use, and why.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments and options of the subcommand."""
     add_call_arguments(parser)
+    parser.add_argument(
+        "--code",
+        action="store_true",
+        help="print the Pallas code that Helion generates for the call's arguments",
+    )
     add_import_option(parser)
 
 
@@ -40,9 +46,45 @@ def run(options: argparse.Namespace, output: Output) -> bool:
             "provenance": choice.provenance,
             "reason": choice.reason,
         }
+    if options.code:
+        facts["code"] = generated_code(kernel, options.arguments)
     output.document(facts)
-    _print(facts, output)
+    if options.code:
+        output.line(facts["code"])
+    else:
+        _print(facts, output)
     return True
+
+
+def generated_code(kernel: Kernel, arguments: list[str]) -> str:
+    """The Pallas code of a Helion kernel for a call.
+
+    Raises:
+        ArgumentError: The kernel is not Helion's, or there are no arguments.
+    """
+    code_for = getattr(kernel.spec.jax_fn, "code", None)
+    if code_for is None:
+        raise ArgumentError(
+            f"{kernel.name} is written in {kernel.spec.language}: there is no generated code",
+            where=str(kernel.spec.source),
+        )
+    if not arguments:
+        raise ArgumentError(
+            "--code needs the arguments of a call: Helion generates code for their shapes",
+            hint=f"tpu-kernels show {kernel.name} 'f32[256,512]' --code",
+        )
+    from tpu_kernels.registry.layout import fill
+    from tpu_kernels.registry.programs import named_values
+
+    args, kwargs = call_arguments(arguments, empty_tensor)
+    bound = kernel.bind(*args, **kwargs)
+    values = named_values(
+        kernel.spec.op_parameters,
+        fill(bound.call.layout, bound.avals),
+        bound.dynamics,
+        {**bound.static, **bound.config},
+    )
+    return str(code_for(values))
 
 
 def describe_fully(kernel: Kernel) -> dict[str, Any]:

@@ -18,12 +18,15 @@ from pathlib import Path
 from types import TracebackType
 
 from tpu_kernels import _compat_jax
+from tpu_kernels.dsl import generated_code
 
 _LOC_FRAME = re.compile(r'"(?P<file>[^"]+)":(?P<line>\d+):\d+')
 _INDEX_MAP = re.compile(r"^Index map function \S+ at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _FAULT_STACK = re.compile(r"(?:Current thread 0x[0-9a-f]+|Stack) \(most recent call first\):")
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 _BODY_AT = re.compile(r" at (?P<file>[^\s:]+\.py):(?P<line>\d+)")
+# Helion's exceptions say where in the author's file it was.
+_PROCESSING = re.compile(r'While processing:\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 # Layers of this package that only pass a kernel along; `tpu_kernels/ops` is not among them: its
 # authors want their lines as anybody else does.
@@ -166,20 +169,28 @@ def from_exception(error: BaseException) -> SourceLine | None:
     """
     chain = list(_chain(error))
     for item in chain:
+        processing = _PROCESSING.search(str(item))
+        if processing is not None and is_authors(processing["file"]):
+            return SourceLine(processing["file"], int(processing["line"]))
         index_map = _INDEX_MAP.search(str(item))
         if index_map is not None and is_authors(index_map["file"]):
-            return SourceLine(index_map["file"], int(index_map["line"]))
+            return _place(index_map["file"], int(index_map["line"]))
         exact = from_location(str(item))
         if exact is not None:
             return exact
     for item in chain:
         lines = [line for line in _beyond_plumbing(item.__traceback__) if is_authors(line.file)]
         if lines:
-            return lines[-1]
+            return _place(lines[-1].file, lines[-1].line)
     for file, line in _compat_jax.traced_frames(error.__traceback__):
         if is_authors(file):
-            return SourceLine(file, line)
+            return _place(file, line)
     return from_message(str(error))
+
+
+def _place(file: str, line: int) -> SourceLine:
+    """A place in the author's source; that of a generated file is where its line was made from."""
+    return SourceLine(*generated_code.origin(file, line))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -223,7 +234,7 @@ def from_location(text: str) -> SourceLine | None:
     """
     for match in _LOC_FRAME.finditer(text):
         if is_authors(match["file"]):
-            return SourceLine(match["file"], int(match["line"]))
+            return _place(match["file"], int(match["line"]))
     return None
 
 
@@ -245,7 +256,7 @@ def from_message(message: str) -> SourceLine | None:
         return found
     for match in _BODY_AT.finditer(message):
         if is_authors(match["file"]):
-            return SourceLine(match["file"], int(match["line"]))
+            return _place(match["file"], int(match["line"]))
     return None
 
 
@@ -267,5 +278,5 @@ def from_fault(text: str) -> SourceLine | None:
         return None
     for match in _FAULT_FRAME.finditer(stack.partition("\n\n")[0]):
         if is_authors(match["file"]):
-            return SourceLine(match["file"], int(match["line"]))
+            return _place(match["file"], int(match["line"]))
     return None

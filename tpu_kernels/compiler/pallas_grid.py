@@ -153,6 +153,10 @@ def _walk(jaxpr: Any, known: dict[Any, int]) -> Iterator[GridCall]:
         if eqn.primitive.name == "pallas_call":
             yield _call(eqn, origins)
             continue
+        if eqn.primitive.name == "mpmd_map":  # `pl.kernel`: its pipelines are in its body
+            place = _compat_jax.equation_place(eqn)
+            yield GridCall(str(eqn.params.get("name") or "kernel"), place, (), (), ())
+            continue
         for inner in _compat_jax.inner_jaxprs(eqn):
             body = getattr(inner, "jaxpr", inner)
             same = len(body.invars) == len(eqn.invars)

@@ -19,6 +19,8 @@ def run(subject: Subject) -> CheckRow:
     """Run the kernel with different values beyond the edges of its inputs, and compare."""
     if not subject.calls:
         return CheckRow(NAME, "skipped", "the program calls no Pallas kernel")
+    if not any(call.blocks for call in subject.calls):
+        return CheckRow(NAME, "skipped", "its Pallas kernels have no blocks that could be listed")
     ragged = [
         (call, block)
         for call in subject.calls

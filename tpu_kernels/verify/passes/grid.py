@@ -40,6 +40,8 @@ def run(calls: Sequence[GridCall], where: str | None, names: Names | None = None
     """
     if not calls:
         return CheckRow(NAME, "skipped", "the program calls no Pallas kernel")
+    if not any(call.blocks for call in calls):
+        return CheckRow(NAME, "skipped", "its Pallas kernels have no grid that could be listed")
     points, notes = 0, []
     for call in calls:
         sample = call.sample()

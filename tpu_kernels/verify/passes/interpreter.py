@@ -78,6 +78,9 @@ def interpreted(subject: Subject, **parameters: Any) -> Callable[..., Any]:
     """The program with the TPU interpreter's parameters."""
     from jax.experimental.pallas import tpu as pltpu
 
+    if subject.bound is not None and subject.bound.kernel.spec.language == "helion":
+        # Its pipelines copy whole tiles; on a TPU, arrays in HBM are padded to tiles.
+        parameters = {"buffer_bounds": "padded", **parameters}
     return subject.interpreted(pltpu.InterpretParams(**parameters))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import Target
 from tpu_kernels.compiler.pallas_model import PallasModel, pallas_models
 from tpu_kernels.compiler.report import mib
@@ -33,7 +34,9 @@ def run(subject: Subject, target: Target, jaxpr: Any) -> tuple[CheckRow, int | N
     """
     models = pallas_models(jaxpr)
     if not models:
-        return CheckRow(NAME, "skipped", "the program calls no Pallas kernel"), None
+        has = _compat_jax.has_pallas_call(jaxpr)
+        why = "its Pallas kernels have no blocks that could be listed"
+        return CheckRow(NAME, "skipped", why if has else "the program calls no Pallas kernel"), None
     largest = max(models, key=lambda model: model.vmem_bytes)
     broken = next((model for model in models if _excess(model, target) is not None), None)
     if broken is not None:
