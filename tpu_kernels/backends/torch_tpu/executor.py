@@ -20,7 +20,7 @@ from tpu_kernels.backends.torch_tpu.programs import Maker, Program
 from tpu_kernels.backends.torch_tpu.tracing import current_purpose, scoped_purpose
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
-from tpu_kernels.errors import ArgumentError
+from tpu_kernels.errors import ArgumentError, DTypeError
 from tpu_kernels.registry import config_table
 from tpu_kernels.registry.engine import Engine, current_mode
 from tpu_kernels.registry.layout import (
@@ -149,6 +149,7 @@ class Executor:
         self.check_devices(arguments)
         slots = operator.shapes(arguments)  # checks dtypes as well
         outputs = [meta for slot in slots for meta in _metas(slot)]
+        self._refuse_packed([*(t.dtype for t in tensors), *(meta.dtype for meta in outputs)])
         if outputs and all(is_empty(meta.shape) for meta in outputs):
             return Plan(operator, slots, None, [], narrow=False)
         metas = [Meta(tuple(t.shape), t.dtype) for t in tensors]
@@ -161,6 +162,16 @@ class Executor:
             program, made = self._compile(layout, metas)
         operator.counters.compilation()
         return Plan(operator, slots, program, made, narrow=narrow)
+
+    def _refuse_packed(self, used: Sequence[torch.dtype]) -> None:
+        packed = next((dtype for dtype in used if dtype in dtypes.PACKED), None)
+        if packed is not None:
+            definition = self.operator.definition
+            raise DTypeError(
+                f"kernel {definition.kernel!r} has {packed} tensors, which TorchTPU cannot hold",
+                where=definition.where,
+                hint="hand over the bytes, tensor.view(torch.uint8), and bitcast in the kernel",
+            )
 
     def _compile(self, layout: Layout, metas: Sequence[Meta]) -> tuple[Program, list[torch.dtype]]:
         operator = self.operator
