@@ -2,7 +2,8 @@
 # the virtual environment it needs.
 #
 #   make demo        install, then run the main job (examples/quickstart.py)
-#   make test        install, then run the tests (ARGS="-k matmul" passes options to pytest)
+#   make test        install, then run the tests, two files at a time (ARGS="-k matmul" passes options
+#                    to pytest; JOBS=0 runs all in one process)
 #   make test-properties   the property-based tests with 2,000 examples (EXAMPLES=500 draws fewer)
 #   make lint        ruff (rules and format) and mypy
 #   make docs-test   run every Python block of README.md and docs/
@@ -16,6 +17,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test files run beside each other; more than two processes want more than 16 GB of memory.
+JOBS ?= 2
 EXAMPLES ?= 2000
 SHELL := /bin/sh
 
@@ -62,7 +65,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-properties: $(VENV)/.installed-dev
 	TPU_KERNELS_EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/registry/test_properties.py --timeout=0 $(ARGS)
