@@ -115,7 +115,11 @@ class Choices:
     def request(self, call: Call, statics: Mapping[str, Any], target: str) -> ConfigRequest:
         """The question that is put to the configuration sources."""
         arrays = tuple((tuple(a.shape), np.dtype(a.dtype).name) for a in call.avals)
-        left_out = {*self.declared, *self.adjustable}
+        # A value other than the default, such as transpose_x=True, makes it another computation.
+        left_out = {
+            *self.declared,
+            *(n for n in self.adjustable if statics.get(n) == self.spec.parameter(n).default),
+        }
         return ConfigRequest(
             kernel=self.spec.name,
             source_hash=self.spec.source.digest,

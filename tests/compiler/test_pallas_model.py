@@ -178,6 +178,15 @@ def test_objectives_fall_back_to_what_is_known() -> None:
     assert 0 < bound < roofline_us
 
 
+def test_no_schedule_beats_the_floor_on_a_device_of_two_cores() -> None:
+    model = model_of(matmul((1024, 1024, 1024)), (4096, 4096), (4096, 4096), dtype="bfloat16")
+    v5p = resolve("v5p").chip
+    # Both cores at their peak: 459 Top/s, as published for the chip.
+    assert model.floor_s(v5p) == pytest.approx(2 * 4096**3 / 459e12, rel=0.01)
+    memory_s = model.hbm_bytes / V6E.hbm_bytes_per_s
+    assert model.floor_s(V6E) == pytest.approx(max(2 * 4096**3 / 920e12, memory_s), rel=0.01)
+
+
 def test_subbyte_dtypes_take_their_bits() -> None:
     def fn(x):
         return pl.pallas_call(lambda a, o: None, out_shape=x)(x)

@@ -87,6 +87,17 @@ def test_a_call_finds_the_shipped_entry_after_tuned_ones(
     assert (choice.config, choice.provenance) == ({"block": 8}, "tuned")
 
 
+def test_what_is_tuned_for_one_computation_is_not_served_to_another() -> None:
+    matmul = load_kernels([])["tpu::matmul"]
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    plain, turned = matmul.bind(x, x), matmul.bind(x, x, transpose_x=True)
+    assert dict(plain.request("v6e").static) == {}
+    assert dict(turned.request("v6e").static) == {"transpose_x": True}
+    assert matmul.config_for(x, x, target="v6e").provenance == "shipped"
+    assert matmul.config_for(x, x, target="v6e", transpose_x=True).provenance == "default"
+    assert matmul.config_for(x, x, target="v6e", precision="highest").provenance == "default"
+
+
 def test_every_packaged_table_is_sound_and_its_configs_are_legal() -> None:
     kernels = load_kernels([])
     folder = Path(tables.__file__).parent / "tables"

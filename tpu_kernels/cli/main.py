@@ -43,7 +43,7 @@ COMMANDS = {
     "run": "run a program on the real TorchTPU, without a TPU (experimental)",
     "record": "run a program and record which kernels it runs, with which shapes",
     "tune": "try configurations of a kernel for a target, keep the best",
-    "bench": "kernels beside their references, by the compiler's figures or on the simulated device",
+    "bench": "kernels beside their references: the compiler's figures, simulated times",
     "cache": "tuned records, compiled programs, compile results: list, explain, export, prune",
     "env": "versions, devices, what works here and what is missing",
 }

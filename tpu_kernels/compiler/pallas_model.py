@@ -102,12 +102,14 @@ class PallasModel:
         return self.calls * (max(matrix_s, memory_s) * chip.clock_hz + self.steps * _STEP_CYCLES)
 
     def floor_s(self, chip: Chip) -> float:
-        """Seconds that no schedule can beat: everything at the chip's peak, steps for nothing."""
+        """Seconds that no schedule can beat: everything at the device's peak, steps for nothing."""
         peak = chip.peak_ops_per_s
         matrix_s = sum(
             flops / max(peak["bf16"], _peak(chip, dtype)) for dtype, flops in self.flops.items()
         )
-        return self.calls * max(matrix_s, self.hbm_bytes / chip.hbm_bytes_per_s)
+        one_core_s = max(matrix_s, self.hbm_bytes / chip.hbm_bytes_per_s)
+        # Peaks are those of one core; where two form a device, a parallel grid runs on both.
+        return self.calls * one_core_s / chip.cores_per_device
 
     def buffers(self) -> list[str]:
         """What occupies VMEM, the largest first, one line each.
