@@ -58,7 +58,7 @@ class CompileReport:
         flops: Floating-point operations by XLA's count. Of a Pallas kernel it counts what its
             ``cost_estimate`` says, else nothing.
         hbm_traffic_bytes: Bytes that XLA counts as moved to and from HBM, Pallas kernels likewise.
-        buffers: The largest values that the program keeps in HBM, as `buffers.largest` returns them.
+        buffers: The largest values that the program keeps in HBM, by `buffers.largest`.
         estimate: Estimated time on the chip, by kernel; None unless the program compiles.
         error: What is wrong in plain words, None if nothing is.
         where: ``file:line`` in the author's source that the error belongs to.
