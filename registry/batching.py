@@ -49,14 +49,14 @@ class Batching:
                 operator.destroy()
             self._children.clear()
 
-    def _rule(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    def _rule(self, info: Any, in_dims: Sequence[Any], *given: Any) -> Any:
         definition = self.operator.definition
         if definition.mutated:
             raise KernelError(
                 f"kernel {definition.kernel!r} writes to its arguments and cannot be vmapped",
                 where=definition.where,
             )
-        arguments, in_dims = _unpackable(definition.parameters, arguments, in_dims)
+        arguments, in_dims = _unpackable(definition.parameters, given, in_dims)
         flat_dims: list[int | None] = []
         for p, argument, dim in zip(definition.parameters, arguments, in_dims, strict=True):
             if not p.kind.is_tensor or argument is None:

@@ -267,7 +267,7 @@ class Runner:
         def step(values: dict[Node, Any], arrays: dict[Node, Any]) -> None:
             given = [arrays[n] if n in arrays else to_jax(values[n]) for n in inputs]
             with wide(True):
-                results = call(*given)
+                results = call(*given)  # type: ignore[no-untyped-call]
             for (node, delivery), result in zip(deliver, results, strict=True):
                 if delivery is None:
                     arrays[node] = result

@@ -19,7 +19,7 @@ from tpu_kernels.verify.subject import Subject, failed_with
 
 NAME = "op"
 # A call with gradients goes through other operators, so the operator itself is looked at without.
-_PLAIN = ("test_schema", "test_faketensor")
+_PLAIN: tuple[str, ...] = ("test_schema", "test_faketensor")
 _ALL = "schema, fake tensors, autograd, dynamic"
 _WITH_GRADIENTS = ("test_autograd_registration", "test_aot_dispatch_dynamic")
 
