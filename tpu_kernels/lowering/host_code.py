@@ -42,9 +42,7 @@ def vmem_of_target() -> int | None:
     return int(pltpu.get_tpu_info().vmem_capacity_bytes)
 
 
-def evaluate(
-    graph: torch.fx.GraphModule, arrays: Sequence[Any], interpret: Any, where: str
-) -> Any:
+def evaluate(graph: torch.fx.GraphModule, arrays: Sequence[Any], interpret: Any, where: str) -> Any:
     """Run a captured call while JAX traces.
 
     Args:
@@ -126,9 +124,7 @@ def _some_chip() -> Iterator[None]:
     if getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
         yield
         return
-    device = jax.sharding.AbstractDevice(
-        device_kind=_INTERPRETED_AS, num_cores=1, platform="tpu"
-    )
+    device = jax.sharding.AbstractDevice(device_kind=_INTERPRETED_AS, num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -160,5 +156,3 @@ def _padded(value: Any, dim: int, amount: int) -> Any:
     widths = [(0, 0)] * value.ndim
     widths[dim] = (0, amount)
     return jnp.pad(value, widths)
-
-
