@@ -159,7 +159,7 @@ def _trace(
         own = tree_unflatten(filled, spec)
         before = {name: _versions(value) for name, value in zip(names, own, strict=True)}
         result = wrapper(*own, _launcher=_note)
-        written = {name: value for name, value in zip(names, own, strict=True)}
+        written = dict(zip(names, own, strict=True))
         _refuse_hidden_writes(written, before, mutates, where)
         return result, {name: written[name] for name in mutates}
 
