@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import helion
+import jax
 import pytest
 import torch
 
@@ -56,20 +56,10 @@ def test_a_ragged_kernel_passes_the_checks_of_the_tpu_interpreter() -> None:
     assert {rows[name] for name in passes} == {"ok"}, str(report)
 
 
-@pytest.mark.slow
-@pytest.mark.libtpu
-def test_configs_of_helion_are_tuned_by_the_compilers_cost() -> None:
-    candidates = [helion.Config(block_sizes=[n, 512]) for n in (32, 256)]
-    args = (meta(512, 512), meta(512, 512))
-    report = tk.autotune(operator("add"), args, configs=candidates, target="v6e", store=False)
-    assert report.best is not None
-    # Fewer, larger steps: each costs about a third of a microsecond on its own.
-    assert helion_config.from_text(report.best.config["config"]) == candidates[1]
-
-
 def test_a_kernel_without_configs_has_a_bounded_space_of_its_own() -> None:
     spec = operator("matmul").spec
-    configs = spec.config_space({"x": meta(512, 512), "y": meta(512, 512)})
+    square = jax.ShapeDtypeStruct((512, 512), "float32")
+    configs = spec.config_space({"x": square, "y": square})
     assert 2 <= len(configs) <= helion_space.LIMIT
     texts = [c["config"] for c in configs]
     assert len(set(texts)) == len(texts)
