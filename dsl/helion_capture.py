@@ -48,7 +48,9 @@ _launches: list[Launch] = []
 """Every launch that was captured; a node of a graph holds an index into it."""
 
 
-@torch.library.register_fake("tpu_kernels_internal::helion_launch", lib=_library)
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "tpu_kernels_internal::helion_launch", lib=_library
+)
 def _fake_launch(inputs: Sequence[torch.Tensor], launch: int) -> list[torch.Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
     return [torch.empty(s, dtype=d, device=device) for s, d in _launches[launch].outputs]

@@ -23,6 +23,11 @@ def twice(x: jax.Array) -> jax.Array:
     return 2 * x
 
 
+@tk.tpu_kernel("lowering_test::shifted", dynamic_args=("by", "count"))
+def shifted(x: jax.Array, by: float, count: int = 0) -> jax.Array:
+    return x + by + count
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
@@ -113,6 +118,19 @@ def test_kernels_are_inlined_and_counted(tmp_path: Path) -> None:
     texts = [p.read_text() for p in sorted(tmp_path.glob("*.stablehlo.mlir"))]
     assert len(texts) == 2
     assert "sine" in texts[0]
+
+
+def test_programs_are_not_specialised_on_dynamic_numbers() -> None:
+    x = torch.tensor([-0.0, 1.0])
+    for by in (0.0, -0.0):
+        found, expected = compiled(lambda x, by=by: shifted(x, by))(x), shifted(x, by)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))  # signs of zeros
+
+
+def test_a_dynamic_integer_without_32_bits_is_refused_as_in_eager() -> None:
+    for call in (shifted, compiled(shifted)):
+        with pytest.raises(tk.errors.KernelError, match="count"):
+            call(torch.ones(2), 0.0, 2**40)
 
 
 def test_writes_to_inputs_and_buffers() -> None:

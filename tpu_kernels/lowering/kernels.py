@@ -44,6 +44,25 @@ def inline(
             raise Unlowered("a kernel that checks the values of 64-bit integers")
         engine = dataclasses.replace(engine, x64=True)
     function = operator.jax_function(operator.call_of(layout, metas), engine)
-    slots = function(*fill(layout, arrays), *dynamics)
+    numbers = [_argument(number, wide=engine.x64) for number in dynamics]
+    slots = function(*fill(layout, arrays), *numbers)
     results = [list(s) if isinstance(s, tuple) else s for s in slots]
     return results_of(results[: len(definition.returns)])
+
+
+def _argument(number: Any, *, wide: bool) -> Any:
+    """A dynamic number as the kernel's own program sees it: a value, nothing to specialise on.
+
+    As a constant, XLA would compute with it: ``x + 0`` becomes ``x``, which for -0.0 is wrong.
+    """
+    if not isinstance(number, (bool, int, float)):
+        return number
+    import jax
+    import jax.numpy as jnp
+
+    with jax.enable_x64(wide):
+        try:
+            array = jnp.asarray(number)
+        except OverflowError as error:
+            raise Unlowered(f"{number} does not fit an argument of a kernel") from error
+        return jax.lax.optimization_barrier(array)
