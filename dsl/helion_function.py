@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,8 @@ class HelionFunction:
 
     def __call__(self, *args: Any, interpret: Any = None, **kwargs: Any) -> Any:
         """Trace the kernel on JAX arrays; static values are plain Python values."""
-        # The table of lowerings lies above this layer, and its import costs what JAX costs.
-        from tpu_kernels.lowering.host_code import evaluate, vmem_of_target
+        # The table of lowerings lies above this layer: it is found when it is needed, by name.
+        host_code = importlib.import_module("tpu_kernels.lowering.host_code")
 
         config = kwargs.pop(self.config_name, None)
         values = dict(zip(self.parameters, args, strict=False))
@@ -62,9 +63,12 @@ class HelionFunction:
         ordered = [values[name] for name in self.parameters]
         plain = interpret is True
         found = self.captured(
-            [_stand_in(v) for v in ordered], config, interpret=plain, vmem_bytes=vmem_of_target()
+            [_stand_in(v) for v in ordered],
+            config,
+            interpret=plain,
+            vmem_bytes=host_code.vmem_of_target(),
         )
-        result, written = evaluate(found.graph, _arrays(ordered), interpret, self.where)
+        result, written = host_code.evaluate(found.graph, _arrays(ordered), interpret, self.where)
         return (result, written) if self.mutates else result
 
     def captured(

@@ -89,7 +89,8 @@ def test_what_a_job_prints_does_not_reach_the_user(
 
     outcome = pool.run(call(shout))
     assert (capfd.readouterr().out, capfd.readouterr().err) == ("", "")
-    assert outcome.log.split() == ["out", "err"]
+    # After that comes where it aborted.
+    assert outcome.log.split()[:2] == ["out", "err"]
 
 
 def test_a_job_that_takes_too_much_memory_is_ended(pool: Pool) -> None:
@@ -151,7 +152,7 @@ def test_no_worker_outlives_a_parent_that_is_stopped(sign: signal.Signals) -> No
         workers = _pids(parent.pid)
         folders = [_folder(pid) for pid in workers]
         parent.send_signal(sign)
-        parent.wait(timeout=30)
+        parent.wait(timeout=120)
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker is left"

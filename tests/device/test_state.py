@@ -111,6 +111,8 @@ def test_generators_of_either_device() -> None:
     assert torch.equal(*draws)
 
 
+# JAX objects to forks, if an earlier test has imported it.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_loader_with_pinned_memory(workers: int) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8.0))

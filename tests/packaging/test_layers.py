@@ -12,7 +12,12 @@ from tests.packaging.sources import ROOT, module_name, package_files
 # From the bottom to the top; a module may import its own layer and those before it.
 LAYERS = (
     ("tpu_kernels.errors", "tpu_kernels.config", "tpu_kernels.testing", "tpu_kernels.versions"),
-    ("tpu_kernels._compat_torch", "tpu_kernels._compat_jax", "tpu_kernels._compat_torch_tpu"),
+    (
+        "tpu_kernels._compat_torch",
+        "tpu_kernels._compat_jax",
+        "tpu_kernels._compat_torch_tpu",
+        "tpu_kernels._compat_helion",
+    ),
     ("tpu_kernels.dsl",),
     ("tpu_kernels.compiler",),
     ("tpu_kernels.registry",),
@@ -28,7 +33,7 @@ LAYERS = (
 FACE = ("tpu_kernels", "tpu_kernels.device", "tpu_kernels.__main__")
 LINES = 450  # "about 400"
 # Catalogues of small independent functions; splitting one would only scatter the private uses.
-CATALOGUES = ("_compat_torch.py", "_compat_jax.py", "_compat_torch_tpu.py")
+CATALOGUES = ("_compat_torch.py", "_compat_jax.py", "_compat_torch_tpu.py", "_compat_helion.py")
 FILES = [path for path in package_files() if path.suffix == ".py"]
 
 

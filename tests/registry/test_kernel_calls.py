@@ -296,7 +296,9 @@ def test_programs_are_keyed_by_static_values() -> None:
     x = torch.ones(2)
     for s in (1.0, 2.0, float("nan"), float("nan"), 0.0, -0.0, 1.0):
         keyed(x, s)
-    assert keyed.stats().kernel_compilations == 5
+    stats = keyed.stats()
+    # Other tests may have left such a program on disk.
+    assert stats.kernel_compilations + stats.disk_cache_hits == 5
     assert keyed.stats().launches == 7
     assert torch.signbit(keyed(x, -0.0)).all()
 
