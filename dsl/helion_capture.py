@@ -124,7 +124,8 @@ def capture(
         graph = _trace(wrapper, names, arguments, mutates, where)
         return Capture(graph, chosen, code)
 
-    return in_fresh_thread(work)
+    capture: Capture = in_fresh_thread(work)
+    return capture
 
 
 def _own_config(kernel: Any, bound: Any) -> Any:
