@@ -33,6 +33,30 @@ def add_target_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_compile_options(
+    parser: argparse.ArgumentParser,
+    *,
+    timeout_s: float = 600.0,
+    limits: str = "time limit of one target",
+) -> None:
+    """Declare ``--config``, ``--timeout-s`` and ``--no-cache``, of commands that compile."""
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fix a tunable parameter; repeat for several (default: what a call would use)",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=timeout_s,
+        metavar="SECONDS",
+        help=f"{limits} (default: %(default)s)",
+    )
+    parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
+
+
 def targets(text: str) -> list[str]:
     """Split the value of ``--target``; the compiler knows which names are valid.
 

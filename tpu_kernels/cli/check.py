@@ -6,7 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tpu_kernels.cli.argspec import parse_config, random_tensors
-from tpu_kernels.cli.arguments import add_call_arguments, call_arguments, targets
+from tpu_kernels.cli.arguments import (
+    add_call_arguments,
+    add_compile_options,
+    call_arguments,
+    targets,
+)
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
 from tpu_kernels.cli.memo import Memo, Recorder
 from tpu_kernels.cli.output import Output, output_path
@@ -37,19 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="op, numerics, grad, races, bounds, nan, grid, edges, determinism, compile (default: "
         "the first seven; with --target grid and compile)",
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="fix a tunable parameter; repeat for several (default: what a call would use)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time limit of a run in another process, and of a compilation (default: %(default)s)",
+    add_compile_options(
+        parser,
+        timeout_s=300.0,
+        limits="time limit of a run in another process, and of a compilation",
     )
     parser.add_argument(
         "--shrink-s",
@@ -59,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where a pass that runs the kernel fails, time to look for the smallest call that "
         "fails in the same way; 0 for none (default: %(default)s)",
     )
-    parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
     add_import_option(parser)
 
 

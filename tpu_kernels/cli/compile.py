@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpu_kernels.cli.argspec import empty_tensor, parse_config
 from tpu_kernels.cli.arguments import (
     add_call_arguments,
+    add_compile_options,
     add_target_option,
     call_arguments,
     targets,
@@ -31,26 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments and options of the subcommand."""
     add_call_arguments(parser)
     add_target_option(parser)
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="fix a tunable parameter; repeat for several (default: what a call would use)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="time limit of one target (default: %(default)s)",
-    )
+    add_compile_options(parser)
     parser.add_argument(
         "--backward",
         action="store_true",
         help="of a module, compile the gradients of its parameters too",
     )
-    parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
     parser.add_argument(
         "--dump", type=Path, metavar="FOLDER", help="write the intermediate programs to a folder"
     )

@@ -6,7 +6,12 @@ import argparse
 from pathlib import Path
 
 from tpu_kernels.cli.argspec import empty_tensor, parse_config
-from tpu_kernels.cli.arguments import add_call_arguments, call_arguments, targets
+from tpu_kernels.cli.arguments import (
+    add_call_arguments,
+    add_compile_options,
+    call_arguments,
+    targets,
+)
 from tpu_kernels.cli.kernels import add_import_option, find_kernel
 from tpu_kernels.cli.output import Output
 
@@ -36,21 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--png", type=Path, metavar="FOLDER", help="write the charts as PNG files too (matplotlib)"
     )
     parser.add_argument("--title", help="title of the page (default: the kernel's name)")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="fix a tunable parameter; repeat for several (default: what a call would use)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="time limit of one target (default: %(default)s)",
-    )
-    parser.add_argument("--no-cache", action="store_true", help="compile even if a result is known")
+    add_compile_options(parser)
     add_import_option(parser)
 
 
