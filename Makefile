@@ -21,6 +21,10 @@ ARGS ?=
 JOBS ?= 2
 EXAMPLES ?= 2000
 SHELL := /bin/sh
+# The tests bring TorchTPU into the environment; it would load itself with torch, where the simulated
+# device is wanted. On a machine with a TPU: make demo TORCH_DEVICE_BACKEND_AUTOLOAD=1
+TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
+export TORCH_DEVICE_BACKEND_AUTOLOAD
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
