@@ -36,7 +36,8 @@ def test_the_python_blocks_of(document: Path, tmp_path: Path) -> None:
     program = python_blocks((ROOT / document).read_text())
     if not program.strip():
         pytest.skip("no Python block")
-    script = tmp_path / f"{document.stem.lower()}.py"
+    # Python puts the script's folder first: a script helion.py would be what `import helion` finds.
+    script = tmp_path / f"blocks_of_{document.stem.lower()}.py"
     script.write_text(program)
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "COLUMNS": "100"},

@@ -222,17 +222,12 @@ class ProgramCache:
         """
         now, kept, deleted = time.time(), 0, 0
         budget = self.limit if max_bytes is None else max_bytes
-        used = []
         for path in self.folder.glob(f"??/{_NEW}*"):
             with contextlib.suppress(OSError):
                 if now - path.stat().st_mtime > _STALE_AFTER_S:
                     path.unlink()
                     deleted += 1
-        for path in self._files():
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                used.append((status.st_mtime, status.st_size, path))
-        for when, size, path in sorted(used, reverse=True):
+        for when, size, path in sorted(self._sizes(), reverse=True):
             kept += size
             if kept > budget or (unused_days is not None and now - when > unused_days * 86400):
                 with contextlib.suppress(OSError):
@@ -247,6 +242,15 @@ class ProgramCache:
     def _files(self) -> Iterator[Path]:
         return self.folder.glob(f"??/*{_SUFFIX}")
 
+    def _sizes(self) -> list[tuple[float, int, Path]]:
+        """Last use, bytes and path of every program; other processes may delete some meanwhile."""
+        found = []
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        return found
+
     def _prune_at_times(self) -> None:
         """Once a day for all processes together, and after many stores of this one."""
         self._stores += 1
@@ -258,8 +262,7 @@ class ProgramCache:
         if due or self._stores % _PRUNE_AFTER_STORES == 0:
             with contextlib.suppress(OSError):
                 mark.touch(mode=0o600)
-            files = [p.stat().st_size for p in self._files() if p.exists()]
-            if sum(files) > self.limit:
+            if sum(size for _, size, _ in self._sizes()) > self.limit:
                 self.prune(max_bytes=int(self.limit * _KEEP_SHARE))
 
 
