@@ -18,7 +18,7 @@ from tpu_kernels.compiler import artifacts, jobs, locations, pickling
 from tpu_kernels.compiler.chips import Target, resolve
 from tpu_kernels.compiler.cost.figures import ModuleEstimate
 from tpu_kernels.compiler.diagnose import diagnose
-from tpu_kernels.compiler.pool import Job, Outcome, shared_pool
+from tpu_kernels.compiler.pool import Job, Outcome, Workers, shared_pool
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.compiler.result_cache import ResultCache
 from tpu_kernels.compiler.versions import jax_version, libtpu_version, why_unavailable
@@ -130,11 +130,14 @@ def compile_function(
     return next(report for _, report in compile_all([request]))
 
 
-def compile_all(requests: Sequence[Request]) -> Generator[tuple[int, CompileReport], None, None]:
+def compile_all(
+    requests: Sequence[Request], workers: Workers | None = None
+) -> Generator[tuple[int, CompileReport], None, None]:
     """Compile programs in parallel, as many at once as cores and memory allow.
 
     Args:
         requests: The programs.
+        workers: Who compiles; by default this process's pool.
 
     Yields:
         Index and report of each, in the order in which they are done. Leaving the loop early ends
@@ -157,7 +160,7 @@ def compile_all(requests: Sequence[Request]) -> Generator[tuple[int, CompileRepo
             submitted.append(job)
     if not submitted:
         return
-    for position, outcome in shared_pool().run_all(submitted):
+    for position, outcome in (workers or shared_pool()).run_all(submitted):
         index, request, lowered = waiting[position]
         yield index, _finish(request, lowered, outcome)
 

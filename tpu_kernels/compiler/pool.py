@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpu_kernels.compiler.worker_process import WorkerDied, WorkerProcess
 
@@ -39,12 +39,14 @@ class Job:
         payload: What goes with it: StableHLO text or a pickle.
         timeout_s: Seconds that it may take, not counting the start of a worker.
         memory_bytes: Resident memory that its worker may occupy.
+        files: Files of this machine that it reads; workers elsewhere get copies at the same paths.
     """
 
     request: dict[str, Any]
     payload: bytes
     timeout_s: float = 600.0
     memory_bytes: int = 12_000_000_000
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,24 @@ class Outcome:
     log: str = ""
     seconds: float = 0.0
     value: Any = None
+
+
+class Workers(Protocol):
+    """Who does jobs: a `Pool` on this machine, or workers on others.
+
+    Attributes:
+        max_workers: How many jobs may run at once.
+    """
+
+    max_workers: int
+
+    def run(self, job: Job) -> Outcome:
+        """Do one job; jobs one after the other go to the same worker, as long as it lives."""
+        ...
+
+    def run_all(self, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
+        """Do jobs in parallel; see `Pool.run_all`."""
+        ...
 
 
 class _Running:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tpu_kernels.compiler.lowering import Program
 
 # Raise this when the meaning of a stored report changes.
-FORMAT = 6
+FORMAT = 7
 # A time limit or a crash says something about this run, not about the program.
 _KEPT = frozenset({"ok", "error", "vmem", "unsupported", "invalid"})
 

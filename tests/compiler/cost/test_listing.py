@@ -31,6 +31,14 @@ def test_a_store_has_its_predicate_after_the_address() -> None:
     assert found.operands == ("[smem:[#allocation12_spill]]", "%s1784_s16")
 
 
+def test_a_load_has_its_predicate_after_the_address() -> None:
+    # Taken for unconditional, a reload of a spilled counter overwrites the counter of an inner loop
+    # that shares its register: that loop never ends.
+    found = one("%s5_s28 = sld [smem:[#allocation23_spill]] (%p56_p11)")
+    assert found.predicate == Predicate("p56_p11", False)
+    assert found.operands == ("[smem:[#allocation23_spill]]",)
+
+
 def test_a_predicated_move_may_name_another_value() -> None:
     found = one("%s5_s1 = smov.u32 (%p1_p0, %s4_s1), 7")
     assert found.predicate == Predicate("p1_p0", False, "%s4_s1")

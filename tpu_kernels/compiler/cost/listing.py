@@ -165,8 +165,8 @@ def _instruction(
     rest = _THREAD.sub("", rest.strip(), count=1)
     predicate = None
     found = _PREDICATE.search(rest)
-    # A store's predicate follows its address; everywhere else it stands first.
-    if found is not None and (found.start() == 0 or opcode == "sst"):
+    # The predicate of a load or store follows its address; everywhere else it stands first.
+    if found is not None and (found.start() == 0 or opcode.startswith(("sst", "sld"))):
         predicate = Predicate(found[2], bool(found[1]), found[3])
         rest = (rest[: found.start()] + ", " + rest[found.end() :]).lstrip(", ")
     return Instruction(
