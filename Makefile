@@ -5,6 +5,8 @@
 #   make test        install, then run the tests, two files at a time (ARGS="-k matmul" passes options
 #                    to pytest; JOBS=0 runs all in one process)
 #   make test-properties   the property-based tests with 2,000 examples (EXAMPLES=500 draws fewer)
+#   make test-ops    torch's operator database on the simulated device and through the lowering (some
+#                    minutes; ARGS="device add" runs a part)
 #   make lint        ruff (rules and format) and mypy
 #   make docs-test   run every Python block of README.md and docs/
 #   make bench       run the benchmarks
@@ -34,7 +36,7 @@ TYPECHECK := build/typecheck/tpu_kernels
 
 TABLE_SHAPES ?= square llama3-8b llama3-70b
 
-.PHONY: help demo test test-properties lint format docs-test bench tables clean distclean
+.PHONY: help demo test test-properties test-ops lint format docs-test bench tables clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,6 +75,14 @@ test: $(VENV)/.installed-dev
 
 test-properties: $(VENV)/.installed-dev
 	TPU_KERNELS_EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/registry/test_properties.py --timeout=0 $(ARGS)
+
+test-ops: $(VENV)/.installed-dev
+ifeq ($(ARGS),)
+	$(BIN)/python -m tests.opinfo device
+	$(BIN)/python -m tests.opinfo lowering
+else
+	$(BIN)/python -m tests.opinfo $(ARGS)
+endif
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

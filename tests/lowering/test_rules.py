@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lowering.samples import UNDEFINED, UP_TO_SIGN, Outcome, calls, entries, outcome
+from tests.opinfo.database import UNDEFINED, UP_TO_SIGN, calls, entries
+from tests.opinfo.on_lowering import Outcome, outcome
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.lowering import decompositions, rules
 from tpu_kernels.lowering.values import result_type
 
-# `python -m tests.lowering.samples` runs all entries; here every so-manieth, by dtype.
+# `make test-ops` runs all entries; here every so-manieth, by dtype.
 EVERY = {torch.float32: 14, torch.bfloat16: 45, torch.int64: 40, torch.bool: 60}
 SAMPLED = [
     pytest.param(info, dtype, id=f"{info.formatted_name}-{str(dtype).removeprefix('torch.')}")
@@ -32,8 +32,8 @@ SAMPLED = [
 def test_samples_of_the_operator_database(info: Any, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its deprecated operators
-        for function, args, kwargs in itertools.islice(calls(info, dtype, 2), 2):
-            found = outcome(function, args, kwargs)
+        for call in calls(info, dtype, 2):
+            found = outcome(call.function, call.args, call.kwargs)
             assert found.status in ("agrees", "left", "untraceable"), found
 
 

@@ -15,8 +15,13 @@ from torch._ops import OpOverload
 
 from tpu_kernels._compat_torch import registered_operators
 from tpu_kernels.backends.device.cells import CELLS
-from tpu_kernels.backends.device.handlers import find_operator, lazy_handler, make_handler
-from tpu_kernels.backends.device.manual import MANUAL
+from tpu_kernels.backends.device.handlers import (
+    find_operator,
+    lazy_handler,
+    make_handler,
+    with_modes,
+)
+from tpu_kernels.backends.device.manual import MANUAL, MEMORY_ONLY
 
 KEY = "PrivateUse1"
 
@@ -77,6 +82,9 @@ def register_kernels() -> list[torch.library.Library]:
     library = torch.library.Library("aten", "IMPL")
     by_hand = {**MANUAL, **CELLS}
     for name, kernel in by_hand.items():
+        operator = find_operator(name)
+        if operator is not None and name not in MEMORY_ONLY:
+            kernel = with_modes(operator, kernel)
         library.impl(name.removeprefix("aten::"), kernel, KEY)
     for name in sorted(direct_operators() - by_hand.keys()):
         operator = find_operator(name)
@@ -91,7 +99,9 @@ def direct_operators() -> frozenset[str]:
         "CompositeExplicitAutogradNonFunctional"
     )
     composite = registered_operators("CompositeExplicitAutograd")
-    names = VIEWS | structured | {name for name in composite if _is_one_call(name)}
+    # Composite elsewhere, with a kernel for the CPU that rounds in other places.
+    fused = registered_operators("CPU") & registered_operators("CompositeImplicitAutograd")
+    names = VIEWS | structured | fused | {name for name in composite if _is_one_call(name)}
     return frozenset(name for name in names if name.startswith("aten::"))
 
 

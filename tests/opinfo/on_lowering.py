@@ -1,16 +1,8 @@
-"""torch's operator database against the lowering: one sample, lowered, run, and compared.
-
-``python -m tests.lowering.samples [NAMES] [--dtype float32] [--samples 4]`` runs the whole of it
-and prints what disagrees and what did not lower.
-"""
+"""The operator database lowered to programs against eager: one call, compared."""
 
 from __future__ import annotations
 
-import argparse
-import collections
 import dataclasses
-import itertools
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,17 +10,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.opinfo import database
 from tpu_kernels.backends.graphs import CompiledGraph, GraphOptions
 
-# Results that no two implementations share: memory that nobody wrote, factors up to a sign.
-UNDEFINED = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-)
-UP_TO_SIGN = frozenset(
-    {"linalg.eig", "linalg.eigh", "linalg.svd", "svd", "svd_lowrank", "pca_lowrank"}
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+LEFT = "torch runs "
+_NOT_COMPARED = database.UNDEFINED | database.UP_TO_SIGN
 
 
 @dataclasses.dataclass
@@ -131,64 +120,20 @@ def _steps(tensor: torch.Tensor) -> list[int]:
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
 
 
-def samples(info: Any, dtype: torch.dtype, count: int) -> Iterator[Any]:
-    """The first samples of an operator's database entry."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = info.sample_inputs("cpu", dtype, requires_grad=False)
-            yield from itertools.islice(found, count)
-        except (RuntimeError, NotImplementedError, ImportError):
-            return
+def disagreements(info: Any, dtype: torch.dtype, count: int) -> Iterator[str | None]:
+    """Lower the samples of an entry.
 
-
-def entries() -> list[Any]:
-    """The entries of torch's operator database."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return list(op_db)
-
-
-def calls(info: Any, dtype: torch.dtype, count: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Function and arguments of the samples of an entry."""
-    for sample in samples(info, dtype, count):
-        yield info.op, (sample.input, *sample.args), sample.kwargs
-
-
-def main() -> None:
-    """Run the database and print a summary."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(description="torch's operator database against the lowering")
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--part", default="0/1")
-    options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
-    statuses: collections.Counter[str] = collections.Counter()
-    by_entry: dict[str, list[Outcome]] = {}
-    part, parts = map(int, options.part.split("/"))
-    for info in entries()[part::parts]:
-        name = info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
-        if options.names and info.name not in options.names and name not in options.names:
-            continue
-        if dtype not in info.supported_dtypes("cpu"):
-            continue
-        for function, args, kwargs in calls(info, dtype, options.samples):
-            compare = info.name not in UNDEFINED and info.name not in UP_TO_SIGN
-            args = tree_map(lambda x: x, args)
-            result = outcome(function, args, kwargs, compare=compare)
-            statuses[result.status] += 1
-            by_entry.setdefault(name, []).append(result)
-    for name, results in by_entry.items():
-        for result in {(r.status, r.detail) for r in results if r.status != "agrees"}:
-            print(f"{result[0]:12} {name:40} {result[1]}", flush=True)
-    whole = sum(all(r.status == "agrees" for r in rs) for rs in by_entry.values())
-    right = sum(all(r.status in ("agrees", "left") for r in rs) for rs in by_entry.values())
-    print(f"{options.dtype}: {len(by_entry)} entries, {whole} lowered whole and agree, "
-          f"{right} agree; samples {dict(statuses)}")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    Yields:
+        For each sample, None if it was lowered whole and agrees with eager, else what became of it.
+    """
+    for call in database.calls(info, dtype, count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its deprecated operators
+            compare = info.name not in _NOT_COMPARED
+            found = outcome(call.function, call.args, call.kwargs, compare=compare)
+        if found.status == "agrees":
+            yield None
+        else:
+            yield (
+                LEFT + found.detail if found.status == "left" else f"{found.status}: {found.detail}"
+            )
