@@ -16,7 +16,7 @@ import torch
 
 import tpu_kernels as tk
 from tpu_kernels.errors import ArgumentError
-from tpu_kernels.tuning import TuningCache, autotune, lookup, session
+from tpu_kernels.tuning import TuningCache, autotune, compiled, lookup
 from tpu_kernels.tuning.guided import Guide
 from tpu_kernels.tuning.journal import Journal
 from tpu_kernels.tuning.report import TuneReport, TuneRow
@@ -57,7 +57,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             configs.append(dict(candidate.config))
             found(candidate.index, TuneRow(candidate.config, "ok", cost=bowl(candidate.config)))
 
-    monkeypatch.setattr(session.compiled, "try_candidates", try_candidates)
+    monkeypatch.setattr(compiled, "try_candidates", try_candidates)
     return configs
 
 
@@ -141,7 +141,7 @@ def test_a_journal_survives_a_cut_line_and_keeps_only_what_is_final(tmp_path: Pa
 KILLED = """
 import os, signal, sys, torch, jax
 import tpu_kernels as tk
-from tpu_kernels.tuning import autotune, session
+from tpu_kernels.tuning import autotune, compiled
 from tpu_kernels.tuning.report import TuneRow
 
 @tk.tpu_kernel("guided_test::killed")
@@ -155,7 +155,7 @@ def try_candidates(candidates, target, goal, found, **_):
             os.kill(os.getpid(), signal.SIGKILL)
         found(candidate.index, TuneRow(candidate.config, "ok", cost=10.0 - candidate.config["a"]))
 
-session.compiled.try_candidates = try_candidates
+compiled.try_candidates = try_candidates
 report = autotune(kernel, torch.ones(8), configs={"a": range(6)}, target="v6e",
                   measure="roofline", cache=sys.argv[1])
 print("best", report.best.config["a"], len(report.results), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ from tpu_kernels.cli.argspec import empty_tensor, parse_choices
 from tpu_kernels.cli.arguments import CALL_HELP, add_target_option, call_arguments, targets
 from tpu_kernels.cli.kernels import add_import_option, find_kernel, load_kernels
 from tpu_kernels.cli.output import Output
+from tpu_kernels.cli.progress import SearchProgress
 from tpu_kernels.errors import ArgumentError
 
 if TYPE_CHECKING:
     from tpu_kernels.tuning.batch import BatchResult
+    from tpu_kernels.tuning.cluster import RayWorkers
     from tpu_kernels.tuning.report import TuneReport
     from tpu_kernels.tuning.workload import Workload
 
@@ -70,6 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--xla", action="store_true", help="also compile the reference without the kernel"
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="spread the work over a Ray cluster (extra 'ray'): its address, such as auto or "
+        "ray://host:10001; without one, Ray on this machine",
+    )
+    parser.add_argument(
+        "--ray-workers", type=int, metavar="N", help="with --ray: actors (default: one per CPU)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the search: one HTML page")
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="with --plot: PNG files too (matplotlib)"
@@ -79,8 +93,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> bool:
     """Tune and print; False if no configuration works for some target."""
-    if options.workload is not None or options.shapes is not None:
-        return _tune_workload(_workload(options), options, output)
+    if options.ray is None and options.ray_workers is not None:
+        raise ArgumentError("tune: --ray-workers without --ray", hint="add --ray")
+    with contextlib.ExitStack() as stack:
+        workers = None
+        if options.ray is not None:
+            from tpu_kernels.tuning.cluster import RayWorkers
+
+            address = None if options.ray == "local" else options.ray
+            workers = stack.enter_context(RayWorkers(address, options.ray_workers))
+            output.note(f"{workers.max_workers} workers on the Ray cluster")
+        if options.workload is not None or options.shapes is not None:
+            return _tune_workload(_workload(options), options, output, workers)
+        return _tune_call(options, output, workers)
+
+
+def _tune_call(options: argparse.Namespace, output: Output, workers: RayWorkers | None) -> bool:
     if options.kernel is None:
         raise ArgumentError("tune: what?", hint="name a kernel, --workload FILE or --shapes NAME")
     from tpu_kernels.tuning import autotune
@@ -89,9 +117,18 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     # Only types count: nothing is executed for a target.
     args, kwargs = call_arguments(options.arguments, empty_tensor)
     reports = []
-    for target in targets(options.target):
-        output.note(f"tuning {kernel.name} for {target} ...")
-        report = autotune(kernel, args, target=target, **_limits(options), **kwargs)
+    chips = targets(options.target)
+    for target in chips:
+        with SearchProgress(output, budget_s=options.budget_s) as shown:
+            report = autotune(
+                kernel,
+                args,
+                target=target,
+                workers=workers,
+                **shown.search(f"{kernel.name} for {target}"),
+                **_limits(options),
+                **kwargs,
+            )
         reports.append(report)
         output.line(report.text)
     _draw(reports, options, output)
@@ -142,25 +179,28 @@ def _workload(options: argparse.Namespace) -> Workload:
     return Workload(chosen)
 
 
-def _tune_workload(workload: Workload, options: argparse.Namespace, output: Output) -> bool:
+def _tune_workload(
+    workload: Workload, options: argparse.Namespace, output: Output, workers: RayWorkers | None
+) -> bool:
     from tpu_kernels.tuning.batch import tune_workload
     from tpu_kernels.tuning.report import config_text
 
     chips = targets(options.target)
     total = len(workload) * len(chips)
     results: list[BatchResult] = []
-    for result in tune_workload(
-        workload,
-        load_kernels(options.imports),
-        chips,
-        started=lambda call, target: output.note(
-            f"[{len(results) + 1}/{total}] tuning {call} for {target} ..."
-        ),
-        **_limits(options),
-    ):
-        results.append(result)
-        if result.report is not None:
-            output.note(f"  {result.report.text.splitlines()[0]}")
+    kernels = load_kernels(options.imports)
+    with SearchProgress(output, searches=total, budget_s=options.budget_s) as shown:
+        for result in tune_workload(
+            workload,
+            kernels,
+            chips,
+            started=lambda call, target: shown.search(f"{call} for {target}"),
+            workers=workers,
+            **_limits(options),
+        ):
+            results.append(result)
+            if result.report is not None:
+                shown.note(f"  {result.report.text.splitlines()[0]}")
     rows = []
     for result in results:
         best = result.report.best if result.report is not None else None

@@ -131,13 +131,16 @@ def compile_function(
 
 
 def compile_all(
-    requests: Sequence[Request], workers: Workers | None = None
+    requests: Sequence[Request],
+    workers: Workers | None = None,
+    started: Callable[[int], None] | None = None,
 ) -> Generator[tuple[int, CompileReport], None, None]:
     """Compile programs in parallel, as many at once as cores and memory allow.
 
     Args:
         requests: The programs.
         workers: Who compiles; by default this process's pool.
+        started: Called with the index of each request that a worker takes up.
 
     Yields:
         Index and report of each, in the order in which they are done. Leaving the loop early ends
@@ -160,7 +163,12 @@ def compile_all(
             submitted.append(job)
     if not submitted:
         return
-    for position, outcome in (workers or shared_pool()).run_all(submitted):
+
+    def begun(position: int) -> None:
+        if started is not None:
+            started(waiting[position][0])
+
+    for position, outcome in (workers or shared_pool()).run_all(submitted, begun):
         index, request, lowered = waiting[position]
         yield index, _finish(request, lowered, outcome)
 

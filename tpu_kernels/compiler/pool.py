@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,7 +84,9 @@ class Workers(Protocol):
         """Do one job; jobs one after the other go to the same worker, as long as it lives."""
         ...
 
-    def run_all(self, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
+    def run_all(
+        self, jobs: Sequence[Job], started: Callable[[int], None] | None = None
+    ) -> Generator[tuple[int, Outcome], None, None]:
         """Do jobs in parallel; see `Pool.run_all`."""
         ...
 
@@ -150,11 +152,14 @@ class Pool:
         """
         return next(outcome for _, outcome in self.run_all([job]))
 
-    def run_all(self, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
+    def run_all(
+        self, jobs: Sequence[Job], started: Callable[[int], None] | None = None
+    ) -> Generator[tuple[int, Outcome], None, None]:
         """Do jobs in parallel.
 
         Args:
             jobs: The jobs.
+            started: Called with the index of each job that a worker takes up.
 
         Yields:
             Index and outcome of each job, in the order in which they end. Leaving the loop early
@@ -168,7 +173,9 @@ class Pool:
                     worker = self._acquire(block=not running)
                     if worker is None:
                         break
-                    running[worker] = _Running(*waiting.popleft())
+                    running[worker] = taken = _Running(*waiting.popleft())
+                    if started is not None:
+                        started(taken.index)
                     if worker.ready:
                         yield from self._advance(worker, running, begin=True)
                 answered, _, _ = select.select(list(running), [], [], _POLL_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tpu_kernels.tuning.activity import Activity
     from tpu_kernels.tuning.cache import TuningCache
+    from tpu_kernels.tuning.cluster import RayWorkers
     from tpu_kernels.tuning.lookup import cache_key
     from tpu_kernels.tuning.recording import record
     from tpu_kernels.tuning.report import TuneReport, TuneRow
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 # Lazy: the cache is read by processes that need neither torch nor JAX.
 _WHERE = {
+    "Activity": "activity",
     "Progress": "session",
+    "RayWorkers": "cluster",
     "SimulatedTime": "tuner",
     "TuneReport": "report",
     "TuneRow": "report",
@@ -31,7 +35,9 @@ _WHERE = {
 }
 
 __all__ = [
+    "Activity",
     "Progress",
+    "RayWorkers",
     "Selection",
     "SimulatedTime",
     "TuneReport",

@@ -43,7 +43,7 @@ def tune_workload(
     targets: list[str],
     *,
     budget_s: float | None = None,
-    started: Callable[[WorkloadCall, str], None] | None = None,
+    started: Callable[[WorkloadCall, str], Mapping[str, Any] | None] | None = None,
     **options: Any,
 ) -> Iterator[BatchResult]:
     """Tune every call of a workload for every target.
@@ -53,7 +53,7 @@ def tune_workload(
         kernels: The kernels by name; calls of others are left out with a reason.
         targets: The chips.
         budget_s: Seconds for all; what is left is divided among the calls that are left.
-        started: Called before each call.
+        started: Called before each call; what it returns are more options of `autotune` for it.
         **options: Passed to `autotune`.
 
     Returns:
@@ -76,14 +76,13 @@ def tune_workload(
                 yield BatchResult(call, target, None, "the time budget had ended")
                 continue
             options = {**options, "budget_s": left / (len(jobs) - position)}
+        own = dict(options)
         if started is not None:
-            started(call, target)
+            own |= started(call, target) or {}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TuningFallback)  # the report says it
-                report = autotune(
-                    kernel, (), target=target, **call.bind_arguments(kernel), **options
-                )
+                report = autotune(kernel, (), target=target, **call.bind_arguments(kernel), **own)
         except KernelError as error:
             yield BatchResult(call, target, None, str(error))
         else:

@@ -112,7 +112,11 @@ def current_index(
 
 
 def call_job(
-    function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    timeout_s: float,
+    *,
+    files: tuple[str, ...] = (),
 ) -> Job | None:
     """Pack a call for a worker, None if something in it cannot be pickled.
 
@@ -120,6 +124,7 @@ def call_job(
         function: A function of `child`.
         arguments: Its arguments.
         timeout_s: Seconds that it may take; the start of the worker and imports do not count.
+        files: Files that it reads.
 
     Returns:
         The job for a pool; `lost_row` tells what became of it.
@@ -131,7 +136,7 @@ def call_job(
     if limited is None:
         return None
     request = {"kind": "call", "sys_path": pickling.import_path()}
-    return Job(request, limited, timeout_s + _START_S)
+    return Job(request, limited, timeout_s + _START_S, files=files)
 
 
 def lost_row(config: Mapping[str, Any], outcome: Outcome, timeout_s: float) -> TuneRow | None:

@@ -16,9 +16,10 @@ from typing import Any
 
 from tpu_kernels.compiler.chips import Target
 from tpu_kernels.compiler.compile import Request, compile_all
-from tpu_kernels.compiler.pool import Pool, worker_pool
+from tpu_kernels.compiler.pool import Workers
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.tuning import child, search
+from tpu_kernels.tuning.activity import Activity, Stage
 from tpu_kernels.tuning.candidates import Candidate, call_job, failure_row, lost_row, one_line
 from tpu_kernels.tuning.objective import Evidence, Objective, Roofline
 from tpu_kernels.tuning.report import TuneRow, config_text
@@ -52,6 +53,8 @@ def try_candidates(
     objective: Objective,
     found: Found,
     *,
+    pool: Workers,
+    watch: Callable[[Activity], None] | None = None,
     first: int | None = None,
     timeout_s: float,
     deadline: float,
@@ -66,6 +69,8 @@ def try_candidates(
         target: The chip.
         objective: Gives the figure of those that compile.
         found: Receives the rows.
+        pool: Who traces and compiles.
+        watch: Told what is running.
         first: Index of the config in force now.
         timeout_s: Seconds for one candidate.
         deadline: When to stop (`time.monotonic`); what is not tried by then is ``"skipped"``.
@@ -74,38 +79,38 @@ def try_candidates(
         prune: Whether to leave out what cannot win; by default in spaces of more than 16.
     """
     memory = memory if memory is not None else Memory()
-    with worker_pool() as pool:
-        inspections = _inspect(candidates, target, found, pool, timeout_s, deadline)
-        fitting = _without_overflows(candidates, inspections, target, found)
-        unique, copies = _without_copies(fitting, inspections, memory)
+    inspections = _inspect(candidates, target, found, pool, watch, timeout_s, deadline)
+    fitting = _without_overflows(candidates, inspections, target, found)
+    unique, copies = _without_copies(fitting, inspections, memory)
 
-        def all_found(index: int, row: TuneRow) -> None:
-            found(index, row)
-            memory.rows[index] = row
-            for copy in copies.pop(index, ()):
-                text = f"same program as {config_text(row.config)}"
-                reason = f"{text}: {row.reason}" if row.reason else text
-                found(copy.index, replace(row, config=copy.config, reason=reason, same_as=index))
+    def all_found(index: int, row: TuneRow) -> None:
+        found(index, row)
+        memory.rows[index] = row
+        for copy in copies.pop(index, ()):
+            text = f"same program as {config_text(row.config)}"
+            reason = f"{text}: {row.reason}" if row.reason else text
+            found(copy.index, replace(row, config=copy.config, reason=reason, same_as=index))
 
-        for index in [index for index in copies if index in memory.rows]:
-            all_found(index, memory.rows[index])
+    for index in [index for index in copies if index in memory.rows]:
+        all_found(index, memory.rows[index])
 
-        if compiler:
-            queue = _queue(unique, inspections, target, first)
-            wanted = len(queue) > _EXHAUSTIVE if prune is None else prune
-            spared = _Spared(inspections, target, objective, memory, prune=wanted)
-            _compile(queue, inspections, spared, all_found, pool, timeout_s, deadline)
-        else:
-            for candidate in unique:
-                evidence = Evidence(target.chip, inspections[candidate.index].models)
-                all_found(candidate.index, _ok_row(candidate, evidence, objective))
+    if compiler:
+        queue = _queue(unique, inspections, target, first)
+        wanted = len(queue) > _EXHAUSTIVE if prune is None else prune
+        spared = _Spared(inspections, target, objective, memory, prune=wanted)
+        _compile(queue, inspections, spared, all_found, pool, watch, timeout_s, deadline)
+    else:
+        for candidate in unique:
+            evidence = Evidence(target.chip, inspections[candidate.index].models)
+            all_found(candidate.index, _ok_row(candidate, evidence, objective))
 
 
 def _inspect(
     candidates: Sequence[Candidate],
     target: Target,
     found: Found,
-    pool: Pool,
+    pool: Workers,
+    watch: Callable[[Activity], None] | None,
     timeout_s: float,
     deadline: float,
 ) -> dict[int, child.Inspection]:
@@ -133,8 +138,10 @@ def _inspect(
         started = time.monotonic()
         take(candidate, child.inspect(*arguments), time.monotonic() - started)
     # Closed at once when `found` raises (Ctrl-C): running candidates must not outlive the search.
-    with closing(pool.run_all(jobs)) as outcomes:
+    stage = Stage("tracing", packed, watch)
+    with closing(pool.run_all(jobs, stage.started)) as outcomes:
         for position, outcome in outcomes:
+            stage.ended(position)
             candidate = packed[position]
             if (row := lost_row(candidate.config, outcome, limit)) is not None:
                 found(candidate.index, row)
@@ -200,7 +207,8 @@ def _compile(
     inspections: Mapping[int, child.Inspection],
     spared: _Spared,
     found: Found,
-    pool: Pool,
+    pool: Workers,
+    watch: Callable[[Activity], None] | None,
     timeout_s: float,
     deadline: float,
 ) -> None:
@@ -208,7 +216,7 @@ def _compile(
     waiting = list(queue)
     while waiting:
         batch, waiting = waiting[: 2 * pool.max_workers], waiting[2 * pool.max_workers :]
-        rows = _compile_batch(batch, inspections, spared, timeout_s, deadline)
+        rows = _compile_batch(batch, inspections, spared, pool, watch, timeout_s, deadline)
         with closing(rows):
             for candidate, row in rows:
                 found(candidate.index, row)
@@ -268,6 +276,8 @@ def _compile_batch(
     batch: Sequence[Candidate],
     inspections: Mapping[int, child.Inspection],
     spared: _Spared,
+    pool: Workers,
+    watch: Callable[[Activity], None] | None,
     timeout_s: float,
     deadline: float,
 ) -> Generator[tuple[Candidate, TuneRow], None, None]:
@@ -282,8 +292,10 @@ def _compile_batch(
         else:
             trying.append(candidate)
             requests.append(_request(candidate, target, min(timeout_s, left)))
-    with closing(compile_all(requests)) as reports:
+    stage = Stage("compiling", trying, watch)
+    with closing(compile_all(requests, pool, stage.started)) as reports:
         for position, report in reports:
+            stage.ended(position)
             candidate = trying[position]
             evidence = Evidence(target.chip, inspections[candidate.index].models, report)
             if report.ok:

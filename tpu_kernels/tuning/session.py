@@ -5,38 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tpu_kernels.compiler.chips import Target
-from tpu_kernels.compiler.pool import Pool, worker_pool
+from tpu_kernels.compiler.pool import Workers
 from tpu_kernels.compiler.versions import jax_version, libtpu_version
 from tpu_kernels.config import settings
 from tpu_kernels.errors import ArgumentError, ConfigError, TuningError
-from tpu_kernels.registry import reference as references
 from tpu_kernels.registry.binding import Bound
 from tpu_kernels.registry.config_table import ConfigRequest
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import fill
 from tpu_kernels.registry.programs import named_values
-from tpu_kernels.tuning import compare, compiled, lookup, space, xla
+from tpu_kernels.tuning import lookup, space
+from tpu_kernels.tuning.activity import Activity
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.candidates import Candidate, current_index, named_arguments, prepare
-from tpu_kernels.tuning.guided import Guide
 from tpu_kernels.tuning.journal import Journal
-from tpu_kernels.tuning.nearest import distance
-from tpu_kernels.tuning.objective import objective as objective_named
 from tpu_kernels.tuning.report import TuneReport, TuneRow
-from tpu_kernels.tuning.wall import WallSearch
 
-TIMEOUT_S = {"compiled": 300.0, "wall": 60.0}
 WALL = ("wall", "device")
 """Measures that run candidates on this machine."""
-_NEIGHBOURS = 4  # configs that won for other shapes, tried first in a guided search
 
 
 @dataclass(frozen=True)
@@ -73,6 +64,8 @@ class Session:
     trials: int | None = None
     seed: int = 0
     against_xla: bool = False
+    workers: Workers | None = None
+    watch: Callable[[Activity], None] | None = None
 
     def prepare(self, configs: Any, constraints: Any) -> None:
         """List the candidates."""
@@ -128,7 +121,7 @@ class Session:
 
     def resume(self, folder: str) -> None:
         """Go on where an earlier search of the same was killed."""
-        if not self._bind(range(len(self.configs)), stop_at_first=True):
+        if not self.bind(range(len(self.configs)), stop_at_first=True):
             return
         tolerance = {"tolerance": self.tolerance} if self.tolerance is not None else {}
         identity = {
@@ -155,11 +148,11 @@ class Session:
             self.order.append(index)
         self.rows[index] = row
         if self.progress is not None:
-            best = min(self._working().values(), key=lambda r: r.rank, default=None)
+            best = min(self.working().values(), key=lambda r: r.rank, default=None)
             total = min(len(self.configs), self.trials or len(self.configs))
             self.progress(Progress(len(self.rows), max(total, len(self.rows)), row, best))
 
-    def _bind(self, indices: Iterable[int], *, stop_at_first: bool = False) -> list[Candidate]:
+    def bind(self, indices: Iterable[int], *, stop_at_first: bool = False) -> list[Candidate]:
         """Bind configs to the arguments; what violates a constraint or does not bind is a row."""
         candidates = []
         for index in indices:
@@ -177,132 +170,8 @@ class Session:
                 self.found(index, item)
         return candidates
 
-    def run(self) -> None:
-        """Try the candidates and choose."""
-        if self.measure not in WALL:
-            with worker_pool() as pool:
-                self._run_compiled(pool)
-            return
-        # Workers of its own, all gone at the end: times are not taken beside somebody's work, and
-        # what a candidate leaves in a process goes with it.
-        pool = Pool()
-        try:
-            self._run_on_cpu(pool)
-        finally:
-            pool.shutdown()
-
-    def _batches(self, size: int) -> Iterator[list[Candidate]]:
-        """The candidates in the order in which to try them."""
-        if self.trials is None:
-            yield self._bind(range(len(self.configs)))
-            return
-        guide = Guide(self.configs, seeds=self._seeds(), seed=self.seed)
-        for index, row in self.rows.items():
-            guide.tell(index, row)
-        told = set(self.rows)
-        while len(self.rows) < self.trials and time.monotonic() < self.deadline:
-            # A model needs results to learn from: batches no larger than what runs at once.
-            batch = guide.ask(min(size, self.trials - len(self.rows)))
-            if not batch:
-                return
-            yield self._bind(batch)
-            for index in sorted(self.rows.keys() - told):
-                guide.tell(index, self.rows[index])
-                told.add(index)
-
-    def _seeds(self) -> list[int]:
-        """The config in force, then those that won for the nearest shapes on this chip."""
-        seeds = [] if self.current is None else [self.current]
-        self._bind(range(len(self.configs)), stop_at_first=True)
-        if self.bound is None:
-            return seeds
-        request = self.request()
-        near = []
-        for record in lookup.known(request):
-            key = record.key if isinstance(record.key, Mapping) else {}
-            if key.get("target") == request.target and "arrays" in key:
-                near.append((distance(request.arrays, key["arrays"]), record.config))
-        places = {space.identity(config): index for index, config in enumerate(self.configs)}
-        for _, config in sorted(near, key=lambda pair: pair[0])[:_NEIGHBOURS]:
-            if (index := places.get(space.identity(config))) is not None:
-                seeds.append(index)
-        return seeds
-
-    def _run_compiled(self, pool: Pool) -> None:
-        if self.target is None:
-            raise ArgumentError(f"measure={self.measure!r} needs a target", hint='target="v6e"')
-        goal, memory = objective_named(self.measure), compiled.Memory()
-        limit = self.timeout_s or TIMEOUT_S["compiled"]
-        for row in self._working().values():
-            memory.best = min(memory.best, row.cost if row.cost is not None else math.inf)
-        for batch in self._batches(pool.max_workers):
-            compiled.try_candidates(
-                batch,
-                self.target,
-                goal,
-                self.found,
-                first=self.current,
-                timeout_s=limit,
-                deadline=self.deadline,
-                compiler=self.measure != "roofline",
-                memory=memory,
-                prune=None if self.trials is None else True,
-            )
-        if self.against_xla and time.monotonic() < self.deadline:
-            left = min(limit, self.deadline - time.monotonic())
-            self.baseline = xla.try_reference(
-                self.kernel, self.args, self.kwargs, self.target, timeout_s=left
-            )
-
-    def _run_on_cpu(self, pool: Pool) -> None:
-        wanted = self._reference_outputs()
-        limit = self.timeout_s or TIMEOUT_S["wall"]
-
-        def trial(candidates: Sequence[Candidate]) -> WallSearch:
-            return WallSearch(
-                candidates,
-                wanted,
-                pool=pool,
-                tolerance=self.tolerance,
-                timeout_s=limit,
-                deadline=self.deadline,
-            )
-
-        for batch in self._batches(pool.max_workers):
-            if batch:
-                with trial(batch) as search:
-                    search.try_all(self.found)
-        working = self._working()
-        if len(working) < 2 or time.monotonic() >= self.deadline:
-            return
-        rows = dict(self.rows)
-        again = [
-            dataclasses.replace(item, index=index)
-            for index in working
-            for item in prepare(self.kernel, self.args, self.kwargs, [self.configs[index]], ())
-            if isinstance(item, Candidate)
-        ]
-        with trial(again) as search:
-            self.chosen, selection, retimed = search.choose(working, self.current)
-            self.decision = selection.reason
-            self.rows = {**rows, **retimed}
-
-    def _reference_outputs(self) -> list[torch.Tensor] | None:
-        """What the reference makes of the arguments on the CPU, as the kernel orders results."""
-        if self.reference is None:
-            return None
-        spec = dataclasses.replace(self.kernel.spec, reference=self.reference)
-        values = {
-            name: _on_cpu(value)
-            for name, value in named_arguments(self.kernel, self.args, self.kwargs).items()
-        }
-        with torch.no_grad():
-            results = compare.leaves(references.call(spec, values))
-        if spec.mutates_args:
-            results += compare.leaves([values[name] for name in spec.mutates_args])
-        return results
-
-    def _working(self) -> dict[int, TuneRow]:
+    def working(self) -> dict[int, TuneRow]:
+        """The rows of candidates that work, by index."""
         return {index: row for index, row in self.rows.items() if row.ok}
 
     def close(self, reason: str) -> None:
@@ -311,7 +180,7 @@ class Session:
         for index, config in enumerate(self.configs if self.trials is None else ()):
             if index not in self.rows:
                 self._take(index, TuneRow(config, "skipped", reason))
-        working = self._working()
+        working = self.working()
         if self.chosen is None and working:
             # Equal figures keep the config in force, then the order given.
             self.chosen = min(working, key=lambda i: (working[i].rank, i != self.current, i))
@@ -342,7 +211,7 @@ class Session:
             cost_unit=row.cost_unit,
             figures=dict(row.figures),
             candidates=len(self.configs),
-            working=len(self._working()),
+            working=len(self.working()),
             decision=self.decision,
             xla_us=None if self.baseline is None else self.baseline.cost,
             versions={"jax": jax_version(), "libtpu": libtpu_version()},
@@ -389,11 +258,3 @@ def _as_list(rules: Any) -> list[Any]:
     if rules is None:
         return []
     return [rules] if callable(rules) else list(rules)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(item) for item in value)
-    return value

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from tpu_kernels.compiler.chips import Target, resolve
+from tpu_kernels.compiler.pool import Workers
 from tpu_kernels.compiler.versions import why_unavailable
 from tpu_kernels.errors import ArgumentError, MissingDependency, TuningError
 from tpu_kernels.registry.kernel import Kernel
-from tpu_kernels.tuning import guided
+from tpu_kernels.tuning import guided, running
+from tpu_kernels.tuning.activity import Activity
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.report import TuneReport, config_text
 from tpu_kernels.tuning.session import WALL, Progress, Session
@@ -56,6 +58,8 @@ def autotune(
     cache: TuningCache | str | os.PathLike[str] | None = None,
     store: bool = True,
     progress: Callable[[Progress], None] | None = None,
+    watch: Callable[[Activity], None] | None = None,
+    workers: Workers | None = None,
     **kwargs: Any,
 ) -> TuneReport:
     """Find the best config of a kernel for given arguments, and let the next call use it.
@@ -95,6 +99,9 @@ def autotune(
         cache: Where the choice is kept; a `TuningCache`, its folder, or None for the user's cache.
         store: Whether to keep the choice at all.
         progress: Called whenever a candidate is decided.
+        watch: Called with an `Activity` whenever a worker takes up a candidate or is done with one.
+        workers: Who does the work: `cluster.RayWorkers`, for many machines; by default processes on
+            this one.
         **kwargs: The kernel's arguments by name.
 
     Returns:
@@ -131,6 +138,8 @@ def autotune(
         progress=progress,
         seed=seed,
         against_xla=xla,
+        workers=workers,
+        watch=watch,
     )
     session.prepare(configs, constraints)
     session.trials = _trials(search, trials, len(session.configs))
@@ -138,7 +147,7 @@ def autotune(
     if store:
         session.resume(str(cache.path / "searches"))
     try:
-        session.run()
+        running.run(session)
     except KeyboardInterrupt:
         # The best so far is worth keeping; the user still wants the program to stop.
         session.progress = None

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from tpu_kernels.compiler.pool import Job, Pool
+from tpu_kernels.compiler.pool import Job, Workers
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.errors import TuningError
 from tpu_kernels.tuning import child, compare
+from tpu_kernels.tuning.activity import Activity, Stage
 from tpu_kernels.tuning.candidates import Candidate, call_job, failure_row, lost_row
 from tpu_kernels.tuning.compiled import Found
 from tpu_kernels.tuning.report import TuneRow
@@ -50,6 +51,7 @@ class WallSearch:
         candidates: The candidates; they share their tensors.
         wanted: The reference's outputs, None to compare nothing.
         pool: Workers to use.
+        watch: Told what is running.
         tolerance: See `compare.difference`.
         timeout_s: Seconds for one candidate.
         deadline: When to stop (`time.monotonic`).
@@ -62,7 +64,8 @@ class WallSearch:
         candidates: Sequence[Candidate],
         wanted: Sequence[torch.Tensor] | None,
         *,
-        pool: Pool,
+        pool: Workers,
+        watch: Callable[[Activity], None] | None = None,
         tolerance: float | None = None,
         timeout_s: float,
         deadline: float,
@@ -72,6 +75,7 @@ class WallSearch:
         self._timeout_s = timeout_s
         self._deadline = deadline
         self._pool = pool
+        self._watch = watch
         self._folder = tempfile.TemporaryDirectory(prefix="tpu_kernels-tuning-")
         self._inputs = str(Path(self._folder.name) / "inputs.pickle")
         self._sent = [_Sent(c, c.function(interpret=True), f"c{c.index}") for c in candidates]
@@ -87,7 +91,8 @@ class WallSearch:
 
     def try_all(self, found: Found) -> None:
         """Run every candidate once, compare its result, and time it roughly."""
-        jobs, tried = [], []
+        jobs: list[Job] = []
+        tried: list[_Sent] = []
         for sent in self._sent:
             if time.monotonic() >= self._deadline:
                 skipped = TuneRow(sent.candidate.config, "skipped", "the time budget had ended")
@@ -102,8 +107,10 @@ class WallSearch:
                 continue
             jobs.append(job)
             tried.append(sent)
-        with closing(self._pool.run_all(jobs)) as outcomes:
+        stage = Stage("running", [sent.candidate for sent in tried], self._watch)
+        with closing(self._pool.run_all(jobs, stage.started)) as outcomes:
             for position, outcome in outcomes:
+                stage.ended(position)
                 candidate = tried[position].candidate
                 row = lost_row(candidate.config, outcome, self._timeout_s)
                 if row is None:
@@ -135,6 +142,8 @@ class WallSearch:
             if sent.candidate.index in finalists
         }
         left = max(0.0, self._deadline - time.monotonic())
+        if self._watch is not None:
+            self._watch(Activity("timing", tuple(rows[index].config for index in finalists)))
         selection = select(
             [{"index": index} for index in finalists],
             default={"index": start},
@@ -155,7 +164,7 @@ class WallSearch:
 
     def _job(self, function: Callable[..., Any], sent: _Sent, samples: int) -> Job | None:
         arguments = (sent.function, self._inputs, sent.name, samples)
-        return call_job(function, arguments, self._timeout_s)
+        return call_job(function, arguments, self._timeout_s, files=(self._inputs,))
 
     def _time(self, job: Job | None) -> float:
         if job is None:
