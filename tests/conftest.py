@@ -17,7 +17,8 @@ os.environ["TPU_KERNELS_CACHE_DIR"] = _CACHE.name
 # processes, and no simulated device in any of them. Its tests start their own processes.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-_EXTRAS = {"libtpu": "aot", "ray": "ray", "torch_tpu": "torch-tpu-cpu"}  # marker -> extra that brings it
+# marker -> extra that brings it
+_EXTRAS = {"libtpu": "aot", "ray": "ray", "torch_tpu": "torch-tpu-cpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
