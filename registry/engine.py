@@ -25,11 +25,14 @@ class Mode:
             for checks.
         precision: Matmul precision where the kernel states none, as JAX names it; None for JAX's
             own default.
+        products: What `torch.get_float32_matmul_precision` is overridden by
+            (``torch.tpu.precision``), None for nothing.
     """
 
     numerics: str = "exact"
     interpret: Any = True
     precision: str | None = None
+    products: str | None = None
 
 
 class _State:

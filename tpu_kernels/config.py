@@ -1,7 +1,8 @@
 """Settings of the package, read from the environment once and kept.
 
-Every setting has one environment variable with the prefix ``TPU_KERNELS_``, one field of `Settings`
-and one default; a value that cannot be read raises at once instead of being ignored.
+Every setting has one environment variable with the prefix ``TPU_KERNELS_`` (two have TorchTPU's
+names), one field of `Settings` and one default; a value that cannot be read raises at once instead
+of being ignored.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ TORCH_TPU_CALLS = "TPU_KERNELS_TORCH_TPU_CALLS"
 PROGRAM_CACHE = "TPU_KERNELS_PROGRAM_CACHE"
 PROGRAM_CACHE_MIB = "TPU_KERNELS_PROGRAM_CACHE_MIB"
 RECORD = "TPU_KERNELS_RECORD"
+# TorchTPU's own names: a program that sets them starts in the same mode on the simulated device.
+DEFER_AND_FUSE = "TORCH_TPU_DEFER_AND_FUSE"
+LAUNCH_BLOCKING = "TORCH_TPU_LAUNCH_BLOCKING"
 
 # The generations that the TPU compiler can target; `tpu_kernels.compiler.chips` has their details.
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -48,6 +52,9 @@ class Settings:
             (``TPU_KERNELS_TORCH_TPU_CALLS``).
         record: Folder where every process writes which kernels it ran, None to record nothing
             (``TPU_KERNELS_RECORD``; ``tpu-kernels record`` sets it).
+        defer_and_fuse: Whether the simulated device starts in deferred mode
+            (``TORCH_TPU_DEFER_AND_FUSE``).
+        launch_blocking: Whether it starts in debug mode (``TORCH_TPU_LAUNCH_BLOCKING``).
     """
 
     cache_dir: Path
@@ -57,6 +64,8 @@ class Settings:
     program_cache_mib: int = 1024
     torch_tpu_calls: str = "auto"
     record: Path | None = None
+    defer_and_fuse: bool = False
+    launch_blocking: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
@@ -91,6 +100,8 @@ class Settings:
                 PROGRAM_CACHE_MIB, environment.get(PROGRAM_CACHE_MIB) or "1024"
             ),
             record=_folder(RECORD, record) if (record := environment.get(RECORD)) else None,
+            defer_and_fuse=_boolean(DEFER_AND_FUSE, environment.get(DEFER_AND_FUSE) or "0"),
+            launch_blocking=_boolean(LAUNCH_BLOCKING, environment.get(LAUNCH_BLOCKING) or "0"),
         )
 
 

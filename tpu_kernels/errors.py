@@ -94,6 +94,22 @@ class TuningError(KernelError, RuntimeError):
     """No configuration of a kernel could be compiled or measured."""
 
 
+class BoundsError(KernelError, IndexError):
+    """An index lies outside of the dimension that it indexes (debug mode)."""
+
+
+class NonFiniteError(KernelError, FloatingPointError):
+    """An operator made a NaN out of finite values (debug mode)."""
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """An operator made an infinity out of finite values (debug mode)."""
+
+
+class CheckError(KernelError, RuntimeError):
+    """A kernel failed the checks that debug mode runs on its calls."""
+
+
 class BundleError(KernelError, ValueError):
     """A file of kernels cannot be written, is damaged, or does not fit the versions here."""
 

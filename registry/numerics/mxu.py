@@ -22,15 +22,23 @@ from collections.abc import Callable
 
 import torch
 
+from tpu_kernels.registry.engine import current_mode
+
 JAX_PRECISION = {"medium": "default", "high": "high", "highest": "highest"}
 """JAX's name for each precision of `torch.set_float32_matmul_precision`."""
 
 _TOP_HALF = -65536  # 0xFFFF0000 of a float32: the bits that a bfloat16 has
 
 
+def matmul_precision() -> str:
+    """What ``torch.tpu.precision`` says where it is in force, else
+    `torch.get_float32_matmul_precision`."""
+    return current_mode().products or torch.get_float32_matmul_precision()
+
+
 def jax_precision() -> str:
-    """What `torch.get_float32_matmul_precision` says, as JAX names it."""
-    return JAX_PRECISION[torch.get_float32_matmul_precision()] if _asked is None else _asked()
+    """`matmul_precision` as JAX names it."""
+    return JAX_PRECISION[matmul_precision()] if _asked is None else _asked()
 
 
 _asked: Callable[[], str] | None = None
@@ -59,7 +67,7 @@ def product(
         y: Right operand, float32.
 
     Returns:
-        ``multiply(x, y)``, rounded by the current `torch.get_float32_matmul_precision`.
+        ``multiply(x, y)``, rounded by the current `matmul_precision`.
 
     Example:
         >>> third = torch.full((1, 1), 1 / 3)
@@ -69,7 +77,7 @@ def product(
         0.333984375
         >>> torch.set_float32_matmul_precision(before)
     """
-    *small, large = _pairs(x, y, torch.get_float32_matmul_precision())
+    *small, large = _pairs(x, y, matmul_precision())
     if not small:
         return multiply(*large)
     low = multiply(*small[0])

@@ -220,7 +220,9 @@ def active_key() -> tuple[Any, ...]:
         key = _process_key
     if not key:
         return ()
-    return (torch.get_float32_matmul_precision(), current_mode().numerics, *key)
+    mode = current_mode()
+    precision = mode.products or torch.get_float32_matmul_precision()
+    return (precision, mode.numerics, *key)
 
 
 def _ordered(activations: Iterable[Activation]) -> list[Override]:

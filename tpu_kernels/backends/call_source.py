@@ -28,6 +28,18 @@ def key_parts(p: Parameter) -> list[str]:
     return [name] if p.schema_type in ("str", "int", "ScalarType") else [f"_freeze({name})"]
 
 
+def mode_lines(parameters: Sequence[Parameter]) -> list[str]:
+    """Source lines that let a device's eager mode take a call."""
+    positional = "".join(f"{p.name}, " for p in parameters if not p.keyword_only)
+    keywords = ", ".join(f"{p.name!r}: {p.name}" for p in parameters if p.keyword_only)
+    return [
+        "    if _FLAGS.special:",
+        f"        _done = _intercept(_operator, _self, ({positional}), {{{keywords}}})",
+        "        if _done is not _GO:",
+        "            return _done",
+    ]
+
+
 def import_lines(name: str) -> list[str]:
     """`Bridge.to_jax` of a plain tensor, written out: a call would cost as much as its content."""
     return [

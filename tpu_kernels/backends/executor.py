@@ -19,7 +19,13 @@ import torch
 from tpu_kernels import _compat_jax
 from tpu_kernels.backends import packing, resident
 from tpu_kernels.backends.bridge import Bridge, WrongDevice
-from tpu_kernels.backends.call_source import array_expression, import_lines, key_parts, return_lines
+from tpu_kernels.backends.call_source import (
+    array_expression,
+    import_lines,
+    key_parts,
+    mode_lines,
+    return_lines,
+)
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
@@ -75,8 +81,12 @@ class Executor:
         self.slow_programs.pop(key, None)
 
     # ------------------------------------------------------------------ the generated fast path
-    def implementation(self) -> Callable[..., Any]:
-        """The function to register with torch for the bridge's dispatch key."""
+    def implementation(self, modes: Any = None) -> Callable[..., Any]:
+        """The function to register with torch for the bridge's dispatch key.
+
+        Args:
+            modes: What has ``FLAGS``, ``intercept`` and ``GO`` of a device with eager modes.
+        """
         definition = self.operator.definition
         env: dict[str, Any] = {
             "_find": self.programs.get,
@@ -99,6 +109,7 @@ class Executor:
         call = f"_program({', '.join(arrays)})"
         lines = [
             f"def implementation({signature_source(definition, env)[0]}):",
+            *([] if modes is None else mode_lines(definition.parameters)),
             *(f"    _shape_{n} = {n}.shape; _dtype_{n} = {n}.dtype" for n in plain),
             f"    _key = ({', '.join(keys)},)",
             "    _program = _find(_key)",
@@ -115,6 +126,14 @@ class Executor:
         ]
         exec(compile("\n".join(lines), f"<tpu_kernels executor of {definition.name}>", "exec"), env)
         self.environment = env
+        if modes is not None:
+            env.update(
+                _FLAGS=modes.FLAGS,
+                _intercept=modes.intercept,
+                _GO=modes.GO,
+                _operator=self.operator.op,
+                _self=env["implementation"],
+            )
         return env["implementation"]  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ once per key

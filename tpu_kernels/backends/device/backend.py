@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_kernels.backends.bridge import Bridge
+from tpu_kernels.backends.device import modes
 from tpu_kernels.backends.device.capsule import mark_cpu, mark_tpu
 from tpu_kernels.backends.executor import Executor
 from tpu_kernels.registry import backend_table
@@ -22,7 +23,7 @@ class SimulatedTpu:
 
     def implement(self, operator: Operator) -> Callable[..., Any]:
         """The operator's implementation on tensors of the simulated device."""
-        return Executor(operator, "tpu", _bridge).implementation()
+        return Executor(operator, "tpu", _bridge).implementation(modes)
 
 
 @functools.cache

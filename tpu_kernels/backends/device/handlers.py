@@ -22,6 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_kernels._compat_torch import key_set, redispatcher, registered_operators
+from tpu_kernels.backends.device import modes
 from tpu_kernels.backends.device.capsule import unwrap, with_lazy_bits, wrap
 
 CPU_KEYS = key_set("CPU")
@@ -34,6 +35,8 @@ _pack_padded_sequence _ctc_loss _fused_adamw_ _fused_adam_ _fused_sgd_ _fused_ad
 repeat_interleave is_same_size tensor_split
 """
 TAKES_CPU_TENSORS = frozenset(_TAKES_CPU_TENSORS.split())
+
+_INDEXING = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put"})
 
 # Results that alias an argument, by a schema that does not say so.
 _UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
@@ -64,6 +67,14 @@ def _input(tensor: Any) -> Any:
 def _lenient_input(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0:
         return tensor
+    return unwrap(tensor)
+
+
+def _indexed(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.get_device() < 0:  # CPU indices go with any device, but not the other way round
+        raise RuntimeError(
+            "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+        )
     return unwrap(tensor)
 
 
@@ -161,6 +172,20 @@ def make_handler(operator: OpOverload) -> Callable[..., Any]:
     source, environment = _Source(operator).build()
     exec(compile(source, f"<tpu {operator}>", "exec"), environment)
     handler: Callable[..., Any] = environment["handler"]
+    environment["self_"] = handler
+    return handler
+
+
+def with_modes(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a kernel that was written by hand follow the eager modes, as generated ones do."""
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if modes.FLAGS.special:
+            done = modes.intercept(operator, handler, args, kwargs)
+            if done is not modes.GO:
+                return done
+        return kernel(*args, **kwargs)
+
     return handler
 
 
@@ -190,6 +215,7 @@ def lazy_handler(operator: OpOverload) -> Callable[..., Any]:
 
     environment["materialise"] = materialise
     function = types.FunctionType(_STUB, environment)
+    environment["self_"] = function
     return function
 
 
@@ -226,11 +252,15 @@ class _Source:
             "CPU_": _CPU_DEVICE,
             "Tensor_": torch.Tensor,
             "input_": _lazy_input if keeps_bits else _lenient_input if lenient else _input,
+            "indexed_": _indexed,
             "written_": _lazy_written if keeps_bits else _written,
             "out_": _output_argument,
             "wrap_": _lazy_wrap if self.lazy_results else wrap,
             "settle_": _settle,
             "adopt_": adopt,
+            "FLAGS_": modes.FLAGS,
+            "intercept_": modes.intercept,
+            "GO_": modes.GO,
         }
         self.body: list[str] = []
         self.written: dict[str, tuple[str, Any]] = {}  # argument -> (CPU stand-in, alias info)
@@ -238,9 +268,20 @@ class _Source:
 
     def build(self) -> tuple[str, dict[str, Any]]:
         parameters, call = self._arguments()
-        lines = [*self.body, *self._results(call)]
+        lines = [*self._other_modes(parameters), *self.body, *self._results(call)]
         source = f"def handler({parameters}):\n    " + "\n    ".join(lines) + "\n"
         return source, self.environment
+
+    @staticmethod
+    def _other_modes(parameters: str) -> list[str]:
+        names = [p.strip().partition("=")[0] for p in parameters.split(",") if p.strip()]
+        keywords = "options" if "**options" in names else "{}"
+        positional = "".join(f"{name}, " for name in names if name != "**options")
+        return [
+            "if FLAGS_.special:",
+            f"    done_ = intercept_(operator_, self_, ({positional}), {keywords})",
+            "    if done_ is not GO_: return done_",
+        ]
 
     def _arguments(self) -> tuple[str, str]:
         positional = [a for a in self.schema.arguments if not a.kwarg_only]
@@ -288,7 +329,8 @@ class _Source:
             self._stand_in(argument, name)
             return f"cpu_{name}"
         if kind == "Tensor":
-            return f"input_({name})"
+            takes_indices = argument.name == "self" and self.operator._opname in _INDEXING
+            return f"indexed_({name})" if takes_indices else f"input_({name})"
         if kind == "Optional[Tensor]":
             return f"None if {name} is None else input_({name})"
         if kind == "List[Tensor]":

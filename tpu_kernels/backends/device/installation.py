@@ -7,8 +7,8 @@ import threading
 import warnings
 from collections.abc import Callable
 
-from tpu_kernels._compat_torch import claim_privateuse1, privateuse1_name
-from tpu_kernels.backends.device import selftest
+from tpu_kernels._compat_torch import claim_privateuse1, dlpack_by_name, privateuse1_name
+from tpu_kernels.backends.device import modes, selftest
 from tpu_kernels.backends.torch_tpu import detection
 from tpu_kernels.config import SIM_DEVICE, settings
 from tpu_kernels.errors import DeviceError, KernelError
@@ -99,6 +99,7 @@ def install() -> None:
         importlib.import_module("tpu_kernels.backends.compile_backend")
         for hook in list(on_install):
             hook()
+        modes.from_environment()
         _complete = True
 
 
@@ -158,16 +159,23 @@ def _set_up() -> None:
         guard,
         hooks,
         kernels,
+        layouts,
         module,
+        processes,
+        surface,
     )
 
     claim_privateuse1(NAME, module)
+    surface.register(module)
     selftest.check_round_trip()
     _keep_alive.extend(kernels.register_kernels())
     _keep_alive.extend(autocast.register())
+    _keep_alive.append(layouts.register())
+    processes.register()
+    dlpack_by_name(NAME)
     accelerator.register()
     for feature, register in (
-        ("Ctrl-C under autograd, and torch.Event.synchronize", guard.register),
+        ("Ctrl-C under autograd, and torch.Event", guard.register),
         ("storages made on the device (deepcopy, torch.load, pickle)", allocator.register),
         ("torch.Generator(device='tpu') and pinned memory", hooks.register),
     ):

@@ -29,6 +29,22 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 MANUAL: dict[str, Callable[..., Any]] = {}
 
 
+# Those that compute nothing, in any mode.
+MEMORY_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty.memory_format",
+        "empty_strided",
+        "_efficientzerotensor",
+        "resize_",
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "set_.source_Tensor",
+        "set_",
+    )
+)
+
+
 def _implements(*names: str) -> Callable[[Kernel], Kernel]:
     def register(function: Kernel) -> Kernel:
         MANUAL.update(dict.fromkeys(names, function))

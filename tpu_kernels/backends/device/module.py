@@ -1,23 +1,82 @@
 """``torch.tpu``: the device module of the simulated device, in the shape of TorchTPU's.
 
-The device is one host-memory device: work is done when a call returns, so streams and events are
-trivially complete. Random numbers come from torch's CPU generator, so that a model draws the same
-numbers on ``"cpu"`` and on ``"tpu"``.
+The device is one host-memory device. Random numbers come from torch's CPU generator, so that a
+model draws the same numbers on ``"cpu"`` and on ``"tpu"``. ``eager_mode`` and
+``allow_excess_precision`` are properties, as in TorchTPU: assigning to them changes the process.
 """
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from tpu_kernels.backends.device import modes
+from tpu_kernels.backends.device.memory import (
+    max_memory_allocated,
+    max_memory_reserved,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_peak_memory_stats,
+)
+from tpu_kernels.backends.device.modes import EagerMode, set_eager_mode
+from tpu_kernels.backends.device.precision import Precision, precision
+from tpu_kernels.backends.device.streams import Event, Stream, StreamContext
+from tpu_kernels.compiler.chips import resolve
 from tpu_kernels.config import settings
-from tpu_kernels.errors import DeviceError
+from tpu_kernels.errors import ArgumentError, DeviceError
 
-Stream = torch.Stream
+__all__ = [
+    "EagerMode",
+    "Event",
+    "Precision",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_built",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "precision",
+    "reset_peak_memory_stats",
+    "seed",
+    "set_device",
+    "set_eager_mode",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+    "topology_aware_mesh",
+]
+
 DeviceLike = torch.device | str | int | None
 
 
@@ -27,55 +86,17 @@ class DeviceProperties:
 
     Attributes:
         name: Name of the device; says that it is simulated.
+        total_memory: HBM of a device of that generation in bytes; the simulation has the host's.
         chip: TPU generation that it stands for, such as ``"v6e"``.
+        multi_processor_count: 1, as in TorchTPU.
         simulated: Always True here.
     """
 
     name: str
+    total_memory: int
     chip: str
+    multi_processor_count: int = 1
     simulated: bool = True
-
-
-class Event:
-    """A point in the work of a stream, with the interface of `torch.Event`.
-
-    Args:
-        enable_timing: Whether `elapsed_time` will be asked.
-    """
-
-    def __init__(self, *args: Any, enable_timing: bool = False, **kwargs: Any) -> None:
-        self._time: float | None = None
-        self._timed = enable_timing
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark this moment; all earlier work is already done."""
-        self._time = time.perf_counter()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make a stream wait for the event, which has always happened."""
-
-    def query(self) -> bool:
-        """Return True: work is done when the call that asked for it returns."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for the event, which has always happened."""
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds of host time between two recorded events.
-
-        Args:
-            end_event: The later event.
-
-        Raises:
-            DeviceError: If either event was not recorded, or not made with ``enable_timing=True``.
-        """
-        if not (self._timed and end_event._timed) or self._time is None or end_event._time is None:
-            raise DeviceError(
-                "elapsed_time needs two recorded events with timing",
-                hint="create both with Event(enable_timing=True) and call record() on each",
-            )
-        return (end_event._time - self._time) * 1e3
 
 
 class device:
@@ -93,6 +114,17 @@ class device:
 
     def __exit__(self, *exception: object) -> None:
         return None
+
+
+class device_of(device):
+    """Context manager that selects the device of a tensor; does nothing for tensors elsewhere.
+
+    Args:
+        obj: A tensor or storage.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__()
 
 
 def _check(device: DeviceLike) -> None:
@@ -159,7 +191,8 @@ def get_device_name(device: DeviceLike = None) -> str:
 
 def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     """Return the properties of the device."""
-    return DeviceProperties(name=get_device_name(device), chip=settings().sim_chip)
+    chip = resolve(settings().sim_chip).chip
+    return DeviceProperties(get_device_name(device), chip.hbm_bytes, chip.name)
 
 
 def get_device_capability(device: DeviceLike = None) -> dict[str, Any]:
@@ -170,14 +203,37 @@ def get_device_capability(device: DeviceLike = None) -> dict[str, Any]:
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Wait for all work, which is always done already."""
+    """Wait for all work: run what deferred mode has recorded."""
     _check(device)
+    modes.finish()
 
 
-def current_stream(device: DeviceLike = None) -> Stream:
+def current_stream(device: DeviceLike = None) -> torch.Stream:
     """Return the only stream."""
     _check(device)
     return torch.accelerator.current_stream()
+
+
+def default_stream(device: DeviceLike = None) -> torch.Stream:
+    """Return the only stream."""
+    return current_stream(device)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Select a stream; they all are in the order of calls.
+
+    Args:
+        stream: A stream of the device.
+
+    Raises:
+        DeviceError: If it belongs to another device.
+    """
+    StreamContext(stream)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    """Return a context manager that selects a stream."""
+    return StreamContext(stream)
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -239,3 +295,46 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
     """Restore what `get_rng_state_all` returned."""
     for state in new_states:
         set_rng_state(state)
+
+
+default_generators = (torch.default_generator,)
+"""The generator of each device: the CPU's, since the device draws the CPU's random numbers."""
+
+
+def topology_aware_mesh(*args: Any, **kwargs: Any) -> Any:
+    """Refuse: a mesh that follows the wiring of TPUs needs TPUs.
+
+    Raises:
+        DeviceError: Always.
+    """
+    raise DeviceError(
+        "topology_aware_mesh lays a mesh over real TPUs; the simulated device is one chip",
+        hint="torch.distributed.device_mesh.init_device_mesh('cpu', ...) runs on CPUs",
+    )
+
+
+class _Module(ModuleType):
+    _excess = False
+
+    @property
+    def eager_mode(self) -> EagerMode:
+        """The mode of the calling thread; assigning changes that of the process."""
+        return modes.current()
+
+    @eager_mode.setter
+    def eager_mode(self, mode: EagerMode) -> None:
+        modes.set_process(mode)
+
+    @property
+    def allow_excess_precision(self) -> bool:
+        """Whether the TPU's compiler may keep more precision than asked; of no effect here."""
+        return self._excess
+
+    @allow_excess_precision.setter
+    def allow_excess_precision(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ArgumentError(f"allow_excess_precision is True or False, not {value!r}")
+        self._excess = value
+
+
+sys.modules[__name__].__class__ = _Module
