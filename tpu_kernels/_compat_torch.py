@@ -587,3 +587,50 @@ def items_are_indices() -> AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+def flex_operators() -> tuple[Any, Any]:
+    """Return FlexAttention's higher-order operators, forward and backward: not exported."""
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    return flex_attention, flex_attention_backward
+
+
+def flex_dense_math() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what computes FlexAttention's operators on devices without a kernel."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    forward, backward = flex_operators()
+    return forward.py_kernels[key], backward.py_kernels[key]
+
+
+def implement_flex(
+    module: Any, forward: Callable[..., Any], backward: Callable[..., Any], device: str
+) -> None:
+    """Give FlexAttention an implementation for the renamed PrivateUse1 device.
+
+    Args:
+        module: `torch.nn.attention.flex_attention`, whose list of devices is closed.
+        forward: Takes the arguments of the operator ``flex_attention``.
+        backward: Takes those of ``flex_attention_backward``.
+        device: Name of the device.
+    """
+    keys = torch._C.DispatchKey
+    operators = flex_operators()
+    for operator, function in zip(operators, (forward, backward), strict=True):
+        operator.py_impl(keys.PrivateUse1)(function)
+    autocast = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
+
+    @operators[0].py_impl(keys.AutocastPrivateUse1)
+    def in_autocast(query: Any, key: Any, value: Any, *args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        narrow = [x.to(dtype) if x.is_floating_point() else x for x in (query, key, value)]
+        with exclude_keys(autocast):
+            return operators[0](*narrow, *args)
+
+    before = module._validate_device
+
+    def _validate_device(query: Any, key: Any, value: Any) -> None:
+        if query.device.type != device:
+            before(query, key, value)
+
+    module._validate_device = _validate_device

@@ -42,6 +42,7 @@ def install() -> None:
 
         after_import("torch.distributed.tensor", _attach_dtensor)
         after_import("transformers.modeling_utils", _register_attention)
+        after_import("torch.nn.attention.flex_attention", _attach_flex_attention)
         device.when_installed(_provide_torch_tpu_pallas)
         _installed = True
 
@@ -59,6 +60,12 @@ def _register_attention(_: Any) -> None:
     # An old version of transformers has no interface to register with, and works as before.
     with contextlib.suppress(MissingDependency):
         transformers_attention.register_attention()
+
+
+def _attach_flex_attention(module: Any) -> None:
+    from tpu_kernels.integrations import flex_attention
+
+    flex_attention.attach(module)
 
 
 def _provide_torch_tpu_pallas() -> None:

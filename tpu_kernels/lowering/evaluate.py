@@ -108,6 +108,9 @@ class Evaluator:
     def call(self, target: Any, args: Any, kwargs: Any, node: Node) -> Any:
         """Evaluate one call on JAX values."""
         if not isinstance(target, OpOverload):
+            higher = rules.find_higher_order(target)
+            if higher is not None:
+                return higher(self, node, *args, **kwargs)
             return _python_call(target, args, kwargs)
         if self.overrides.concern(target):
             replaced = self._overridden(target, args, kwargs, node)

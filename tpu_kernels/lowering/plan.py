@@ -46,7 +46,8 @@ def reason_to_stay(node: Node) -> str | None:
         return f"a {node.op}"
     if not isinstance(target, OpOverload):
         higher = isinstance(target, torch._ops.HigherOrderOperator)
-        return "a higher-order operator" if higher else None
+        known = not higher or rules.find_higher_order(target) is not None
+        return None if known else "a higher-order operator"
     if _compat_torch.schema_of(target).is_mutable:
         return "it writes to its arguments"
     if rules.find(target) is not None or target in decompositions.table():

@@ -43,6 +43,7 @@ FAMILIES = (
 """The modules of `tpu_kernels.lowering.families` that hold the rules."""
 
 _rules: dict[OpOverload, Rule] = {}
+_higher: dict[Any, Rule] = {}
 
 
 class Unlowered(Exception):
@@ -101,6 +102,21 @@ def find(op: Any) -> Rule | None:
     """Return the rule of an operator, None if it has none of its own."""
     _load()
     return _rules.get(op)
+
+
+def lower_higher_order(op: Any, rule: Rule) -> None:
+    """Enter the rule of a higher-order operator, whose arguments include graphs.
+
+    Args:
+        op: The operator.
+        rule: Called with the evaluator, the node, and the operator's arguments.
+    """
+    _higher[op] = rule
+
+
+def find_higher_order(op: Any) -> Rule | None:
+    """Return the rule of a higher-order operator, None if it has none."""
+    return _higher.get(op)
 
 
 def operators() -> tuple[OpOverload, ...]:
