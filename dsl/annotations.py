@@ -27,7 +27,7 @@ from tpu_kernels.errors import SignatureError
 SUPPORTED = (
     "jax.Array or torch.Tensor, Optional of it, list/Sequence/tuple of tensors, int, float, bool, "
     "str, "
-    "tuples and lists of those, Literal, Enum, dtypes, and Optional of any of them"
+    "int | float, tuples and lists of those, Literal, Enum, dtypes, and Optional of any of them"
 )
 _SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
 _NONE = type(None)
@@ -43,6 +43,11 @@ class Meaning:
     to_schema: Callable[[Any], Any] | None = None
     from_schema: Callable[[Any], Any] | None = None
     length: int | None = None
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a value of it."""
+        return self.schema_type.endswith("?")
 
 
 def resolve(
@@ -120,9 +125,12 @@ def optional_of(annotation: Any) -> Any | None:
         (<class 'int'>, None)
     """
     annotation = _strip(annotation)
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal and None in args:
+        rest = tuple(a for a in args if a is not None)
+        return typing.Literal[rest] if rest else None
     if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
         return None
-    args = typing.get_args(annotation)
     rest = tuple(a for a in args if a is not _NONE)
     if len(rest) == len(args) or not rest:
         return None
@@ -229,6 +237,8 @@ def _classify_sequence(element: Any, length: int | None) -> Meaning | None:
 def _classify_static(annotation: Any) -> Meaning | None:
     if annotation in _SCALARS:
         return Meaning(Kind.STATIC, _SCALARS[annotation])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return _classify_number(typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Literal:
         return _classify_literal(typing.get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
@@ -249,13 +259,32 @@ def _classify_static(annotation: Any) -> Meaning | None:
     return None
 
 
+def _classify_number(members: tuple[Any, ...]) -> Meaning | None:
+    """``int | float``: torch's Scalar, whose values keep their own type."""
+    if not set(members) <= {int, float, bool}:
+        return None
+
+    def check(value: Any) -> Any:
+        value = value.item() if isinstance(value, np.generic) else value
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}.get(
+            type(value), type(value)
+        )
+        if kind not in members:
+            raise TypeError(f"{value!r} is none of {', '.join(m.__name__ for m in members)}")
+        return value
+
+    return Meaning(Kind.STATIC, "Scalar", check, check)
+
+
 def _classify_literal(values: tuple[Any, ...]) -> Meaning | None:
     schema_types = {_SCALARS.get(type(v)) for v in values}
     if len(schema_types) != 1 or None in schema_types:
         return None
+    kind = type(values[0])
 
     def check(value: Any) -> Any:
-        if value not in values:
+        # True == 1 == 1.0, but a Literal lists values of one type.
+        if type(value) is not kind or value not in values:
             raise ValueError(f"expected one of {', '.join(map(repr, values))}, got {value!r}")
         return value
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpu_kernels.dsl.annotations import (
@@ -107,18 +108,16 @@ def _parameter(
             f"{meaning.schema_type}, not a static value",
             where=where,
         )
-    default = p.default
-    if default is not EMPTY and default is not None and meaning.to_schema is not None:
-        try:
-            default = (
-                meaning.from_schema(meaning.to_schema(default)) if meaning.from_schema else default
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise SignatureError(
-                f"kernel {kernel!r}: default of {p.name!r} does not fit its annotation: {error}",
-                where=where,
-            ) from error
     schema_type = meaning.schema_type
+    try:
+        default = _default(p.default, meaning, tunable)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SignatureError(
+            f"kernel {kernel!r}: default of {p.name!r} does not fit its annotation "
+            f"{show(annotation)}: {error}",
+            where=where,
+            hint=f"write Optional[{show(annotation)}]" if p.default is None else None,
+        ) from error
     none_is_default = not tunable and not _schema_can_write(schema_type, default)
     if none_is_default and schema_type.endswith("?"):
         raise SignatureError(
@@ -142,6 +141,43 @@ def _parameter(
         none_is_default,
         annotation,
     )
+
+
+def _default(value: Any, meaning: Meaning, tunable: bool) -> Any:
+    """A default as the kernel receives it, since the dispatcher leaves out what equals a default:
+    an integer given for a float is a float, a list a tuple. Raises for a value of another type."""
+    if value is EMPTY or (value is None and (tunable or meaning.optional)):
+        return value
+    if value is None:
+        raise TypeError("None is no value of it")
+    if meaning.kind in (Kind.TENSOR, Kind.OPTIONAL):
+        raise TypeError(f"a tensor cannot have the default {value!r}")
+    schema_type = meaning.schema_type.rstrip("?")
+    element = schema_type.split("[")[0]
+    if meaning.to_schema is not None:
+        value = meaning.to_schema(value)
+    if element in _NUMBERS:
+        is_list = "[" in schema_type
+        value = [_number(v, element) for v in value] if is_list else _number(value, element)
+    if meaning.length is not None and len(value) != meaning.length:
+        raise ValueError(f"expected {meaning.length} values, got {len(value)}")
+    return value if meaning.from_schema is None else meaning.from_schema(value)
+
+
+_NUMBERS: dict[str, tuple[type, tuple[type, ...]]] = {
+    "int": (int, (int, np.integer)),
+    "SymInt": (int, (int, np.integer)),
+    "float": (float, (float, int, np.floating, np.integer)),
+    "bool": (bool, (bool, np.bool_)),
+    "str": (str, (str,)),
+}
+
+
+def _number(value: Any, schema_type: str) -> Any:
+    exact, accepted = _NUMBERS[schema_type]
+    if not isinstance(value, accepted):
+        raise TypeError(f"{value!r} is no {exact.__name__}")
+    return exact(value)
 
 
 def _schema_can_write(schema_type: str, default: Any) -> bool:

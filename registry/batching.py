@@ -11,6 +11,7 @@ from tpu_kernels import _compat_torch
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.spec import Parameter, ReturnKind
 from tpu_kernels.errors import KernelError
+from tpu_kernels.registry import policies
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.layout import fill
 from tpu_kernels.registry.operator import Body, Call, Operator
@@ -39,6 +40,15 @@ class Batching:
         kernel = _compat_torch.batching_kernel(operator.arguments, operator.call, rule)
         with operator.replacing():
             operator.library.impl(operator.opname, kernel, "FuncTorchBatched", with_keyset=True)
+
+    def inherit_autocast(self) -> None:
+        """Give the batched operators the operator's autocast policies: torch comes to autocast only
+        after it has batched."""
+        with self._lock:
+            for operator, _, batching in self._children.values():
+                for device_type, policy in self.operator.autocast.items():
+                    policies.register_autocast(operator, device_type, policy)
+                batching.inherit_autocast()
 
     def destroy(self) -> None:
         """Destroy the batched operators."""
@@ -81,6 +91,7 @@ class Batching:
         with self._lock:
             if key not in self._children:
                 self._children[key] = self._make(dims, axis_size)
+                self.inherit_autocast()
             return self._children[key][0]
 
     def _make(

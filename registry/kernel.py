@@ -97,7 +97,7 @@ class Kernel:
         kernel_hooks.add_kernel(self)
 
     # ------------------------------------------------------------------ calling
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel: on torch tensors as an operator, on JAX arrays by plain tracing."""
         if args and isinstance(args[0], torch.Tensor):
             return self._call(*args, **kwargs)
@@ -128,7 +128,7 @@ class Kernel:
         self._call = refuse
 
     # ------------------------------------------------------------------ looking inside
-    def bind(self, *args: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Bound:
+    def bind(self, /, *args: Any, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Bound:
         """Bind arguments without running anything.
 
         Args:
@@ -146,7 +146,7 @@ class Kernel:
         """
         return bind(self, args, kwargs, config)
 
-    def config_for(self, *args: Any, target: str | None = None, **kwargs: Any) -> ConfigChoice:
+    def config_for(self, /, *args: Any, target: str | None = None, **kwargs: Any) -> ConfigChoice:
         """The configuration that a call with these arguments uses, and why.
 
         Args:
@@ -167,7 +167,7 @@ class Kernel:
         reason = "\n".join(filter(None, (choice.reason, told)))
         return dataclasses.replace(choice, reason=reason)
 
-    def explain(self, *args: Any, **kwargs: Any) -> str:
+    def explain(self, /, *args: Any, **kwargs: Any) -> str:
         """Which configuration a call would use and why, as text."""
         choice = self.config_for(*args, **kwargs)
         values = (
@@ -265,6 +265,7 @@ class Kernel:
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Cast floating inputs under autocast, as `torch.library.CustomOpDef.register_autocast`."""
         policies.register_autocast(self.operator, device_type, cast_inputs)
+        self.batching.inherit_autocast()
         self.customised.append(("register_autocast", (device_type, cast_inputs), {}))
 
     def register_sharding(self, rule: Any) -> Any:

@@ -93,12 +93,14 @@ class Operator:
     Attributes:
         op: The `torch._ops.OpOverload`.
         shapes: Shape rule, the source of the fake kernel.
+        autocast: Its autocast policies by device type.
     """
 
     def __init__(self, definition: Definition, counters: Counters) -> None:
         self.definition = definition
         self.counters = counters
         self.shapes = ShapeRule(self)
+        self.autocast: dict[str, torch.dtype | str] = {}
         namespace, self.opname = definition.name.split("::")
         self.library = torch.library.Library(namespace, "FRAGMENT")
         # Any strides will do: programs see logical values, and outputs are fresh row-major tensors.

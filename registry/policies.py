@@ -78,7 +78,9 @@ def register_autocast(operator: Operator, device_type: str, policy: torch.dtype 
                 },
             )
 
-    operator.library.impl(operator.opname, kernel, key)
+    with operator.replacing():
+        operator.library.impl(operator.opname, kernel, key)
+    operator.autocast[device_type] = policy
 
 
 def register_flops(operator: Operator, flops: Callable[..., int], factor: int = 1) -> None:

@@ -214,3 +214,65 @@ def test_defaults_that_no_schema_can_write_survive() -> None:
     assert spec.schema == "f(Tensor x, str? name=None, float[]? limits=None) -> Tensor"
     assert spec.parameter("name").for_kernel(None) == "a \"b\" 'c' \\ \n"
     assert spec.parameter("limits").for_kernel(None) == (float("inf"),)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "default", "words"),
+    [
+        (jax.Array, 3, "a tensor cannot have the default 3"),
+        (int, 2.5, "2.5 is no int"),
+        (int, None, "None is no value of it"),
+        (bool, 2, "2 is no bool"),
+        (str, 1, "1 is no str"),
+        (tuple[int, int], (1, 2, 3), "expected 2 values, got 3"),
+        (Literal[1, 2], True, "expected one of 1, 2, got True"),
+    ],
+)
+def test_defaults_that_do_not_fit_are_refused_by_name(
+    annotation: Any, default: Any, words: str
+) -> None:
+    def f(x: jax.Array, n=default) -> jax.Array: ...  # type: ignore[no-untyped-def]
+
+    f.__annotations__["n"] = annotation
+    with pytest.raises(SignatureError, match="default of 'n' does not fit") as caught:
+        schema(f)
+    assert words in str(caught.value)
+
+
+def test_defaults_reach_the_kernel_with_the_type_of_their_annotation() -> None:
+    def f(
+        x: jax.Array,
+        s: float = 1,
+        pads: tuple[float, ...] = (1, 2),
+        n: int = np.int64(3),  # type: ignore[assignment]
+    ) -> jax.Array: ...
+
+    spec = from_function(f, "t::f", Options())
+    assert schema(f) == "f(Tensor x, float s=1.0, float[] pads=[1.0, 2.0], int n=3) -> Tensor"
+    defaults = [spec.parameter(name).default for name in ("s", "pads", "n")]
+    assert [type(defaults[0]), type(defaults[2])] == [float, int]
+    assert [type(value) for value in defaults[1]] == [float, float]
+
+
+def test_literals_are_strict_about_types_and_may_be_none() -> None:
+    def f(x: jax.Array, n: Literal[1, 2] = 2, side: Literal["l", None] = None) -> jax.Array: ...
+
+    spec = from_function(f, "t::f", Options())
+    assert schema(f) == "f(Tensor x, int n=2, str? side=None) -> Tensor"
+    to_schema = spec.parameter("n").to_schema
+    assert to_schema is not None
+    for wrong in (3, True, 1.0):
+        with pytest.raises(ValueError, match="expected one of 1, 2"):
+            to_schema(wrong)
+
+
+def test_numbers_of_several_types_are_scalars_that_keep_theirs() -> None:
+    def f(x: jax.Array, v: int | float = 1, w: int | float | bool | None = None) -> jax.Array: ...
+
+    spec = from_function(f, "t::f", Options())
+    assert schema(f) == "f(Tensor x, Scalar v=1, Scalar? w=None) -> Tensor"
+    to_schema = spec.parameter("v").to_schema
+    assert to_schema is not None
+    assert [type(to_schema(v)) for v in (1, 1.0, np.float32(2))] == [int, float, float]
+    with pytest.raises(TypeError, match="True is none of int, float"):
+        to_schema(True)

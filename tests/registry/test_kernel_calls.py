@@ -467,3 +467,12 @@ def test_outputs_alias_nothing_under_disable_jit() -> None:
     with jax.disable_jit():
         outputs = same_twice(x)
     assert len({t.data_ptr() for t in (x, *outputs)}) == 3
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    @tk.tpu_kernel("calls::own_self")
+    def own_self(x: jax.Array, *, self: int = 1) -> jax.Array:
+        return x * self
+
+    assert own_self(torch.ones(2), self=3).tolist() == [3.0, 3.0]
+    assert own_self.bind(torch.ones(2), self=3).static["self"] == 3

@@ -128,3 +128,29 @@ def test_donated_memory_is_free_while_the_dead_tensor_lives(device: str) -> None
     donating(tensor, torch.ones(64, device=device))
     assert memory.expired()
     assert "donated" in repr(tensor)
+
+
+def test_autocast_reaches_kernels_under_vmap_as_it_reaches_torchs_operators() -> None:
+    @tk.tpu_kernel("policies::autocast_vmap")
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x @ y
+
+    x, xs = torch.ones(4, 4), torch.ones(2, 3, 4, 4)
+
+    def dtypes_under_vmap() -> list[torch.dtype]:
+        seen = []
+
+        def call(t: torch.Tensor) -> torch.Tensor:
+            seen.append((result := product(t, x)).dtype)
+            return result
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            seen.append(torch.vmap(call)(xs[0]).dtype)
+            seen.append(torch.vmap(torch.vmap(call))(xs).dtype)
+            torch.vmap(torch.func.grad(lambda t: call(t).float().sum()))(xs[0])
+        return seen
+
+    assert set(dtypes_under_vmap()) == {torch.float32}
+    product.register_autocast("cpu", torch.bfloat16)  # batched operators exist already
+    assert set(dtypes_under_vmap()) == {torch.bfloat16}
+    assert torch.vmap(product, (0, None))(xs[0], x).dtype is torch.float32
