@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpu_kernels._compat_torch import from_dlpack, negative_view, to_dlpack
+from tpu_kernels.backends.device.layouts import unsupported
 from tpu_kernels.errors import DeviceError
 
 CAPSULE_POINTER_OFFSET = 16  # PyCapsule: the object header, then `void *pointer`
@@ -69,7 +70,7 @@ def wrap(tensor: torch.Tensor) -> torch.Tensor:
     """
     try:
         capsule = to_dlpack(tensor)
-    except RuntimeError as error:
+    except (RuntimeError, BufferError) as error:
         raise _without_memory(tensor, error) from error
     field = _int32_at(_uint64_at(id(capsule) + 16).value + 8)
     if field.value != 1:
@@ -91,14 +92,10 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     return from_dlpack(capsule)
 
 
-def _without_memory(tensor: torch.Tensor, error: RuntimeError) -> Exception:
+def _without_memory(tensor: torch.Tensor, error: Exception) -> Exception:
     if tensor.layout is torch.strided and not tensor.is_quantized:
         return error
-    kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-    return NotImplementedError(
-        f"the simulated tpu device has no {kind} tensors, as TPUs have none; use dense ones, or "
-        "keep this part on the CPU"
-    )
+    return unsupported("quantized" if tensor.is_quantized else str(tensor.layout))
 
 
 def _foreign(device_type: int) -> DeviceError:

@@ -12,6 +12,7 @@ the object's class name, by asking the original entries in a forked child, and b
 from __future__ import annotations
 
 import ctypes
+import time
 
 import torch
 
@@ -24,7 +25,8 @@ _KNOWN_CLASS = "N5torch3acc17PythonDeviceGuardE"
 _SLOTS = 26  # two destructors at the end
 _TYPE, _DEVICE_COUNT, _GET_STREAM = 0, 15, 5
 _RETURN_DEVICE = (1, 2)  # exchangeDevice, getDevice
-_DO_NOTHING = (20, 21)  # synchronizeEvent, synchronizeDevice
+_DO_NOTHING = (11, 13, 20, 21)  # destroyEvent, block, synchronizeEvent, synchronizeDevice
+_RECORD, _QUERY_EVENT, _ELAPSED_TIME = 12, 14, 23
 # getStream, getDefaultStream, getStreamFromGlobalPool, getNewStream, exchangeStream
 _RETURN_STREAM = (_GET_STREAM, 6, 7, 8, 9)
 
@@ -59,6 +61,10 @@ def register() -> None:
         nothing = native.return_constant(0)
         changes = dict.fromkeys((_TYPE, *_RETURN_DEVICE, *_RETURN_STREAM), answer)
         changes |= dict.fromkeys(_DO_NOTHING, nothing)
+        # An event is not an object but the nanosecond at which it was recorded.
+        changes[_RECORD] = native.store_clock()
+        changes[_QUERY_EVENT] = native.return_constant(1)
+        changes[_ELAPSED_TIME] = native.milliseconds_between()
         native.replace_table(guard, table, _SLOTS, changes)
 
     def problem() -> str | None:
@@ -92,9 +98,14 @@ def _problem() -> str | None:
     stream = torch.accelerator.current_stream()
     if str(stream.device) != "tpu:0" or stream.stream_id != 0:
         return f"the current stream is {stream}"
-    event = torch.Event(device="tpu")
+    event, later = (torch.Event(device="tpu", enable_timing=True) for _ in range(2))
     event.record(stream)
-    event.synchronize()
+    before = time.monotonic()
+    later.record(stream)
+    later.synchronize()
+    elapsed = event.elapsed_time(later)
+    if not later.query() or not 0 <= elapsed < (time.monotonic() - before) * 1e3 + 1e3:
+        return f"two events lie {elapsed} ms apart"
     with torch.accelerator.device_index(0):
         x = torch.ones(2, device="tpu", requires_grad=True)
         (gradient,) = torch.autograd.grad((x * 3).sum(), x)

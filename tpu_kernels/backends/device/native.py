@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -160,6 +161,46 @@ def return_constant(value: int) -> int:
     """
     # mov eax, value; xor edx, edx; ret
     return make_executable(b"\xb8" + struct.pack("<i", value) + b"\x31\xd2\xc3")
+
+
+def store_clock() -> int:
+    """Make ``f(_, target, ...) { *target = nanoseconds of the monotonic clock; }``.
+
+    Returns:
+        The address of the made function.
+    """
+    clock_gettime = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
+    return make_executable(
+        b"\x53"  # push rbx
+        b"\x48\x83\xec\x10"  # sub rsp, 16
+        b"\x48\x89\xf3"  # mov rbx, rsi
+        b"\xbf" + struct.pack("<i", time.CLOCK_MONOTONIC) +  # mov edi, CLOCK_MONOTONIC
+        b"\x48\x89\xe6"  # mov rsi, rsp
+        b"\x48\xb8" + struct.pack("<Q", clock_gettime) +  # mov rax, clock_gettime
+        b"\xff\xd0"  # call rax
+        b"\x48\x69\x04\x24" + struct.pack("<i", 10**9) +  # imul rax, [rsp], 1000000000
+        b"\x48\x03\x44\x24\x08"  # add rax, [rsp + 8]
+        b"\x48\x89\x03"  # mov [rbx], rax
+        b"\x48\x83\xc4\x10"  # add rsp, 16
+        b"\x5b"  # pop rbx
+        b"\xc3"  # ret
+    )  # fmt: skip
+
+
+def milliseconds_between() -> int:
+    """Make ``double f(_, start, end, ...) { return (end - start) / 1e6; }``, for nanoseconds.
+
+    Returns:
+        The address of the made function.
+    """
+    return make_executable(
+        b"\x48\x29\xf2"  # sub rdx, rsi
+        b"\xf2\x48\x0f\x2a\xc2"  # cvtsi2sd xmm0, rdx
+        b"\x48\xb8" + struct.pack("<d", 1e6) +  # mov rax, 1e6
+        b"\x66\x48\x0f\x6e\xc8"  # movq xmm1, rax
+        b"\xf2\x0f\x5e\xc1"  # divsd xmm0, xmm1
+        b"\xc3"  # ret
+    )  # fmt: skip
 
 
 def class_name(table: int) -> str:
