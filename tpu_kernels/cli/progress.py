@@ -75,7 +75,7 @@ class SearchProgress:
             self._live.stop()
             self._live = None
 
-    def search(self, title: str) -> dict[str, Callable[[Any], None]]:
+    def search(self, title: str) -> dict[str, Any]:
         """Begin the next search.
 
         Args:

@@ -89,7 +89,7 @@ class RayWorkers:
         self._owned = _connect(ray, address, count)
         self._options = {"num_cpus": 1, "resources": dict(resources or {}), "max_restarts": 0}
         self._runner = runner or _one_worker
-        cores = int(ray.cluster_resources().get("CPU", 1))
+        cores = int(self._ray.cluster_resources().get("CPU", 1))
         self.max_workers = count or max(1, cores)
         self.lost = 0
         self._idle: list[Any] = []

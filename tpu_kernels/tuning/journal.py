@@ -21,6 +21,7 @@ from tpu_kernels.tuning.report import TuneRow
 # A crash may be the kernel's killing of what takes too much memory, and what was skipped was not
 # tried: both get another chance.
 _FINAL: Final = frozenset({"ok", "invalid", "vmem", "unsupported", "error", "timeout", "wrong"})
+_RUNNING: Final = "running"
 _STALE_S: Final = 14 * 86400.0
 
 
@@ -48,8 +49,18 @@ cost_unit='', seconds=0.0, same_as=None, figures={})}
         """Keep a row; one that says nothing final is not kept, and a full disk costs only that."""
         if row.status not in _FINAL or row.same_as is not None:
             return
+        self._append(_plain(row))
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Keep that a config is about to run in this very process, which it may take down.
+
+        If no row of it follows, `recall` gives it one: ``"crashed"``.
+        """
+        self._append({"config": encode_config(config), "status": _RUNNING})
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            line = json.dumps(_plain(row), allow_nan=False) + "\n"
+            line = json.dumps(entry, allow_nan=False) + "\n"
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "a", encoding="utf-8") as stream:
                 stream.write(line)
@@ -66,7 +77,10 @@ cost_unit='', seconds=0.0, same_as=None, figures={})}
         found: dict[int, TuneRow] = {}
         for row in self._read():
             index = places.get(canonical(encode(row.config)))
-            if index is not None:
+            if index is not None and row.status == _RUNNING:
+                reason = "the process ended while this ran on the device"
+                found[index] = TuneRow(configs[index], "crashed", reason)
+            elif index is not None:
                 found[index] = replace(row, config=configs[index])
         return found
 
@@ -89,7 +103,8 @@ cost_unit='', seconds=0.0, same_as=None, figures={})}
         for line in lines:
             with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut short by a kill
                 rows.append(TuneRow(**json.loads(line)))
-        return [row for row in rows if isinstance(row.config, Mapping) and row.status in _FINAL]
+        known = {*_FINAL, _RUNNING}
+        return [row for row in rows if isinstance(row.config, Mapping) and row.status in known]
 
 
 def _plain(row: TuneRow) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -14,12 +15,15 @@ from tpu_kernels.compiler.pool import Pool, Workers, worker_pool
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.registry import reference as references
 from tpu_kernels.tuning import compare, compiled, lookup, space, xla
+from tpu_kernels.tuning.activity import Activity
 from tpu_kernels.tuning.candidates import Candidate, named_arguments, prepare
+from tpu_kernels.tuning.device import CLOSE, DeviceSearch
 from tpu_kernels.tuning.guided import Guide
 from tpu_kernels.tuning.nearest import distance
 from tpu_kernels.tuning.objective import objective as objective_named
+from tpu_kernels.tuning.report import TuneRow
 from tpu_kernels.tuning.session import WALL, Session
-from tpu_kernels.tuning.wall import WallSearch
+from tpu_kernels.tuning.wall import WallSearch, choose
 
 TIMEOUT_S = {"compiled": 300.0, "wall": 60.0}
 _NEIGHBOURS = 4  # configs that won for other shapes, tried first in a guided search
@@ -27,9 +31,14 @@ _NEIGHBOURS = 4  # configs that won for other shapes, tried first in a guided se
 
 def run(session: Session) -> None:
     """Try the candidates and choose."""
+    if session.measure == "device" and session.device is not None:
+        _run_on_device(session)
+        return
     if session.measure not in WALL:
         with worker_pool() as pool:
             _run_compiled(session, session.workers or pool)
+        if session.device is not None:
+            _choose_on_device(session, session.working(), close=CLOSE)
         return
     if session.workers is not None:
         _run_on_cpu(session, session.workers)
@@ -146,6 +155,89 @@ def _run_on_cpu(session: Session, pool: Workers) -> None:
         session.chosen, selection, retimed = search.choose(working, session.current)
         session.decision = selection.reason
         session.rows = {**rows, **retimed}
+
+
+def _run_on_device(session: Session) -> None:
+    searching = _device_search(session)
+    for batch in _batches(session, 1):
+        for candidate in batch:
+            if time.monotonic() >= session.deadline:
+                return
+            _run_in_process(session, searching, candidate)
+    if len(working := session.working()) > 1:
+        _choose_on_device(session, working, searching)
+
+
+def _run_in_process(
+    session: Session, searching: DeviceSearch, candidate: Candidate, **kept: Any
+) -> TuneRow:
+    """Run a candidate here; its row keeps what else is known of it."""
+    if session.journal is not None:
+        with contextlib.suppress(ArgumentError):  # a config that cannot be written down
+            session.journal.begin(candidate.config)
+    if session.watch is not None:
+        session.watch(Activity("running", (candidate.config,)))
+    row = dataclasses.replace(searching.trial(candidate), **kept)
+    session.found(candidate.index, row)
+    return row
+
+
+def _choose_on_device(
+    session: Session,
+    working: Mapping[int, TuneRow],
+    searching: DeviceSearch | None = None,
+    close: float | None = None,
+) -> None:
+    """Time the best candidates on the device, in rounds, and choose; wrong ones are rows.
+
+    Args:
+        session: The search.
+        working: The rows of candidates that work.
+        searching: What has run them on the device; None where only the compiler has judged them.
+        close: Those within this factor of the best are looked at.
+    """
+    if not working or time.monotonic() >= session.deadline:
+        return
+    ranked = sorted(working, key=lambda index: working[index].rank)
+    best = working[ranked[0]].rank
+    near = [i for i in ranked if close is None or working[i].rank <= close * best]
+    current = session.current
+    if close is not None and current is not None and current in working and current not in near:
+        near.append(current)
+    candidates = {
+        index: dataclasses.replace(item, index=index)
+        for index in near
+        for item in prepare(
+            session.kernel, session.args, session.kwargs, [session.configs[index]], ()
+        )
+        if isinstance(item, Candidate)
+    }
+    rows = {index: working[index] for index in candidates}
+    if searching is None:
+        searching = _device_search(session)
+        for index, candidate in candidates.items():
+            known = working[index]
+            kept = {"cost": known.cost, "cost_unit": known.cost_unit, "figures": known.figures}
+            rows[index] = _run_in_process(session, searching, candidate, **kept)
+    rows = {index: row for index, row in rows.items() if row.ok}
+    if not rows:
+        return
+    timer = searching
+    session.chosen, selection, retimed = choose(
+        rows,
+        session.current,
+        lambda index: timer.sample(candidates[index]),
+        deadline=session.deadline,
+        watch=session.watch,
+    )
+    session.decision = f"{selection.reason} (on {session.device.name if session.device else ''})"
+    session.rows |= retimed
+
+
+def _device_search(session: Session) -> DeviceSearch:
+    arguments = named_arguments(session.kernel, session.args, session.kwargs)
+    wanted = reference_outputs(session)
+    return DeviceSearch(session.kernel, arguments, wanted, session.tolerance)
 
 
 def reference_outputs(session: Session) -> list[torch.Tensor] | None:

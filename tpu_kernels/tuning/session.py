@@ -23,6 +23,7 @@ from tpu_kernels.tuning import lookup, space
 from tpu_kernels.tuning.activity import Activity
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.candidates import Candidate, current_index, named_arguments, prepare
+from tpu_kernels.tuning.device import Device
 from tpu_kernels.tuning.journal import Journal
 from tpu_kernels.tuning.report import TuneReport, TuneRow
 
@@ -65,6 +66,7 @@ class Session:
     seed: int = 0
     against_xla: bool = False
     workers: Workers | None = None
+    device: Device | None = None
     watch: Callable[[Activity], None] | None = None
 
     def prepare(self, configs: Any, constraints: Any) -> None:
@@ -206,7 +208,8 @@ class Session:
             cache,
             row.config,
             row.time_us,
-            objective=self.measure,
+            objective=self.measure if self.device is None or row.time_us is None else "device",
+            device=None if self.device is None else self.device.name,
             cost=row.cost,
             cost_unit=row.cost_unit,
             figures=dict(row.figures),
@@ -223,7 +226,8 @@ class Session:
         if self.bound is None:
             raise TuningError(f"kernel {self.kernel.name!r}: no config fits the arguments")
         if self.measure in WALL:
-            target = lookup.CPU
+            chip = self.device.chip if self.device is not None else None
+            target = chip or lookup.CPU
         else:
             target = self.target.chip.name if self.target is not None else settings().sim_chip
         request = self.bound.request(target)

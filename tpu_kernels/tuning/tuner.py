@@ -17,7 +17,7 @@ from tpu_kernels.compiler.pool import Workers
 from tpu_kernels.compiler.versions import why_unavailable
 from tpu_kernels.errors import ArgumentError, MissingDependency, TuningError
 from tpu_kernels.registry.kernel import Kernel
-from tpu_kernels.tuning import guided, running
+from tpu_kernels.tuning import device, guided, running
 from tpu_kernels.tuning.activity import Activity
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.report import TuneReport, config_text
@@ -81,8 +81,10 @@ def autotune(
         target: The chip to tune for, such as ``"v6e"``; None for this machine's CPU.
         measure: ``"compiler"`` or ``"cost-model"`` (the TPU compiler's figures), ``"roofline"``
             (grid and blocks alone, nothing is compiled), ``"wall"`` (time on this CPU),
-            ``"device"`` (time on the simulated device, with a warning: the same as ``"wall"``), or
-            ``"auto"``: ``"compiler"`` with a target, ``"wall"`` without.
+            ``"device"`` (time on the TPU that TorchTPU owns in this process; on the simulated
+            device, with a warning, where it owns none), or ``"auto"``: with a target
+            ``"compiler"`` and, where TorchTPU owns such a chip, time on it of all candidates within
+            10% of the best; ``"wall"`` without a target.
         reference: A torch function of the kernel's arguments that results are compared with (on the
             CPU only); by default the kernel's own.
         tolerance: Largest accepted error, relative to the reference's largest value; by dtype.
@@ -125,12 +127,18 @@ def autotune(
         [({'unroll': 1}, 'ok'), ({'unroll': 2}, 'ok')]
     """
     started = time.monotonic()
+    _checked_kernel(kernel)
+    on_device = device.current()
+    if target is None and measure == "auto" and on_device is not None:
+        target = on_device.chip
+    chip = resolve(target) if target is not None else None
     session = Session(
-        kernel=_checked_kernel(kernel),
+        kernel=kernel,
         args=(args,) if isinstance(args, torch.Tensor) else tuple(args),
         kwargs=kwargs,
-        measure=_measure_for(measure, target),
-        target=resolve(target) if target is not None else None,
+        measure=_measure_for(measure, target, on_device),
+        target=chip,
+        device=_device_for(measure, chip, on_device),
         reference=reference if reference is not None else kernel.spec.reference,
         tolerance=tolerance,
         timeout_s=timeout_s,
@@ -191,19 +199,38 @@ def _checked_kernel(kernel: Any) -> Kernel:
     return kernel
 
 
-def _measure_for(measure: str, target: str | Target | None) -> str:
+def _device_for(
+    measure: str, target: Target | None, on_device: device.Device | None
+) -> device.Device | None:
+    """The device that this search measures on, None for none."""
+    if measure == "device":
+        return on_device
+    if measure != "auto" or on_device is None or target is None:
+        return None
+    return on_device if on_device.chip == target.chip.name else None
+
+
+def _measure_for(measure: str, target: str | Target | None, on_device: device.Device | None) -> str:
     if measure not in MEASURES:
         raise ArgumentError(
             f"measure={measure!r} is not known", hint=f"use one of {', '.join(MEASURES)}"
         )
-    if measure == "device":
+    chip = on_device.chip if on_device is not None else None
+    if measure == "device" and chip is None:
+        what = on_device.name if on_device is not None else "the simulated device"
         warnings.warn(
-            "measure='device' takes times on the simulated device: the Pallas interpreter on this "
+            f"measure='device' takes times on {what}: the Pallas interpreter on this "
             "CPU. They say nothing about a TPU; measure='compiler' with a target does.",
             SimulatedTime,
             stacklevel=3,
         )
-    if measure in WALL and target is not None:
+    if measure == "device" and chip is not None and target is not None:
+        if resolve(target).chip.name != chip:
+            raise ArgumentError(
+                f"measure='device' cannot tell the time on {target}: this machine has a {chip}",
+                hint="leave target out, or use measure='compiler'",
+            )
+    elif measure in WALL and target is not None:
         raise ArgumentError(
             f"measure={measure!r} runs on this machine's CPU and cannot tell the time on {target}",
             hint="leave target out, or use measure='compiler'",

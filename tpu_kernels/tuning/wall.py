@@ -44,6 +44,59 @@ class _Sent:
     name: str
 
 
+def choose(
+    rows: Mapping[int, TuneRow],
+    default: int | None,
+    sample: Callable[[int], float],
+    *,
+    deadline: float,
+    close: float = _CLOSE,
+    watch: Callable[[Activity], None] | None = None,
+) -> tuple[int, Selection, dict[int, TuneRow]]:
+    """Time the best candidates in rounds, and choose.
+
+    Args:
+        rows: Rows of the candidates that work, by index; at least one.
+        default: Index of the config in force, kept in doubt.
+        sample: Times a candidate once, in µs.
+        deadline: When to stop (`time.monotonic`).
+        close: Those within this factor of the best are timed.
+        watch: Told what is running.
+
+    Returns:
+        Index of the choice, the selection with its figures, and the rows that have new times.
+    """
+    ranked = sorted(rows, key=lambda index: rows[index].rank)
+    finalists = [i for i in ranked if rows[i].rank <= close * rows[ranked[0]].rank]
+    finalists = finalists[:_FINALISTS]
+    start = default if default is not None and default in rows else finalists[0]
+    if start not in finalists:
+        finalists.append(start)
+    if watch is not None:
+        watch(Activity("timing", tuple(rows[index].config for index in finalists)))
+    selection = select(
+        [{"index": index} for index in finalists],
+        default={"index": start},
+        measure=lambda config: sample(config["index"]),
+        budget=_SAMPLES_EACH * len(finalists) if len(finalists) > 1 else _ROUGH_SAMPLES,
+        budget_s=min(_FINAL_S, max(0.0, deadline - time.monotonic())),
+    )
+    again = {}
+    for figures in selection.samples:
+        index = figures.config["index"]
+        if figures.samples:
+            again[index] = replace(
+                rows[index],
+                time_us=figures.median_us,
+                figures={
+                    **rows[index].figures,
+                    "spread_us": figures.spread_us,
+                    "samples": figures.samples,
+                },
+            )
+    return selection.config["index"], selection, again
+
+
 class WallSearch:
     """Candidates of one call on the CPU.
 
@@ -129,38 +182,16 @@ class WallSearch:
         Returns:
             Index of the choice, the selection with its figures, and the rows that have new times.
         """
-        ranked = sorted(rows, key=lambda index: rows[index].rank)
-        finalists = [i for i in ranked if rows[i].rank <= _CLOSE * rows[ranked[0]].rank]
-        finalists = finalists[:_FINALISTS]
-        start = default if default is not None and default in rows else finalists[0]
-        if start not in finalists:
-            finalists.append(start)
-        # Packed once: pickling a kernel costs more than a sample of it.
-        jobs = {
-            sent.candidate.index: self._job(child.sample, sent, 1)
-            for sent in self._sent
-            if sent.candidate.index in finalists
-        }
-        left = max(0.0, self._deadline - time.monotonic())
-        if self._watch is not None:
-            self._watch(Activity("timing", tuple(rows[index].config for index in finalists)))
-        selection = select(
-            [{"index": index} for index in finalists],
-            default={"index": start},
-            measure=lambda config: self._time(jobs[config["index"]]),
-            budget=_SAMPLES_EACH * len(finalists) if len(finalists) > 1 else _ROUGH_SAMPLES,
-            budget_s=min(_FINAL_S, left),
-        )
-        again = {}
-        for figures in selection.samples:
-            index = figures.config["index"]
-            if figures.samples:
-                again[index] = replace(
-                    rows[index],
-                    time_us=figures.median_us,
-                    figures={"spread_us": figures.spread_us, "samples": figures.samples},
-                )
-        return selection.config["index"], selection, again
+        jobs: dict[int, Job | None] = {}
+        by_index = {sent.candidate.index: sent for sent in self._sent}
+
+        def sample(index: int) -> float:
+            # Packed once: pickling a kernel costs more than a sample of it.
+            if index not in jobs:
+                jobs[index] = self._job(child.sample, by_index[index], 1)
+            return self._time(jobs[index])
+
+        return choose(rows, default, sample, deadline=self._deadline, watch=self._watch)
 
     def _job(self, function: Callable[..., Any], sent: _Sent, samples: int) -> Job | None:
         arguments = (sent.function, self._inputs, sent.name, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import torch
@@ -13,6 +14,8 @@ import tpu_kernels as tk
 from tests.torch_tpu.programs.kernels import raises
 from tpu_kernels.backends.torch_tpu import stablehlo
 from tpu_kernels.compiler.chips import resolve
+from tpu_kernels.tuning import device as tuning_device
+from tpu_kernels.tuning.device import Device
 
 
 def _double(a: Any, out: Any) -> None:
@@ -102,3 +105,37 @@ def check_what_cannot_be_a_program_is_said_in_words() -> None:
         tk.compile(lambda a: 3, (x,), via="torch_tpu")
     with raises(tk.ArgumentError, "config"):
         tk.compile(torch.sin, (x,), via="torch_tpu", config={"block": 8})
+
+
+def check_what_the_compiler_ranks_best_is_measured_on_a_chip_that_is_there() -> None:
+    # All in here: workers, which have no TorchTPU, must not import this module.
+    def double(a: Any, out: Any) -> None:
+        out[...] = a[...] * 2
+
+    @tk.tpu_kernel("ttc::rows", reference=lambda a, **_: a * 2)
+    def rows(a: jax.Array, *, block: int = 256) -> jax.Array:
+        spec = pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
+        return pl.pallas_call(
+            double,
+            out_shape=jax.ShapeDtypeStruct(a.shape, a.dtype),
+            grid=(a.shape[0] // block,),
+            in_specs=[spec],
+            out_specs=spec,
+        )(a)
+
+    def tune(device: Device) -> tk.tuning.TuneReport:
+        with mock.patch.object(tuning_device, "current", return_value=device):
+            return tk.autotune(rows, (x,), configs={"block": [8, 256]}, target="v6e", store=False)
+
+    x = torch.randn(512, 128)
+    report = tune(Device("a pretended v6e", "v6e"))
+    slow, fast = report.results if report.results[0].config["block"] == 8 else report.results[::-1]
+    assert slow.rank > 1.1 * (fast.cost or 0)  # by the cost model: it is left out
+    assert (fast.ok, slow.ok) == (True, True), report.text
+    assert report.best is fast
+    assert fast.cost is not None
+    assert fast.time_us is not None
+    assert slow.time_us is None
+    assert fast.figures["samples"] > 0
+    assert "a pretended v6e" in report.decision
+    assert all(row.time_us is None for row in tune(Device("another", "v5e")).results)

@@ -251,3 +251,38 @@ def check_symbolic_sizes_are_refused_in_words() -> None:
     run = torch.compile(lambda a: product(a, a.t()) + 1, backend="tpu", dynamic=None)
     with raises(Exception, "ttt::product", "one size"):
         run(rows)
+
+
+def check_candidates_are_timed_on_the_device_and_their_results_compared() -> None:
+    def reference(total: torch.Tensor, a: torch.Tensor) -> None:
+        total += a
+
+    @tk.tpu_kernel("ttt::tuned", mutates_args=("total",), reference=reference)
+    def tuned(total: jax.Array, a: jax.Array, *, how: str = "good") -> None:
+        if how == "refused":
+            raise ValueError("not this one")
+        factor = 2 if how == "wrong" else 1
+        return {"total": total + a * factor}  # type: ignore[return-value]
+
+    before, seen = X.clone(), list[Any]()
+    options: dict[str, Any] = {"measure": "device", "store": False, "watch": seen.append}
+    with pytest.warns(tk.tuning.SimulatedTime, match="TorchTPU on the CPU"):
+        report = tk.autotune(
+            tuned, (x, X), configs={"how": ["good", "wrong", "refused"]}, **options
+        )
+    rows = {row.config["how"]: row for row in report.results}
+    assert {name: row.status for name, row in rows.items()} == {
+        "good": "ok",
+        "wrong": "wrong",
+        "refused": "invalid",
+    }, report.text
+    assert rows["good"].time_us is not None
+    assert "not this one" in rows["refused"].reason
+    with pytest.warns(tk.tuning.SimulatedTime):
+        report = tk.autotune(tuned, (X, x), configs={"how": ["good", "fine"]}, **options)
+    assert report.best is not None
+    assert report.best.figures["samples"] > 3
+    assert "TorchTPU on the CPU" in report.decision
+    assert {activity.stage for activity in seen} == {"running", "timing"}
+    assert torch.equal(X, before)
+    close(x, X)
