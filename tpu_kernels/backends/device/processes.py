@@ -19,7 +19,7 @@ from tpu_kernels.backends.device.capsule import to_cpu, to_tpu
 from tpu_kernels.errors import DeviceError
 
 _NOTICE = (
-    "a tensor on tpu goes to another process as a copy: what one process writes, the other does not "
+    "a tensor on tpu goes to another process as a copy: what one writes, the other does not "
     "see. Send .cpu() tensors to share memory"
 )
 
