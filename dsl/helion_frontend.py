@@ -70,13 +70,14 @@ def from_kernel(
         for f in dataclasses.fields(options)
         if f.name not in ("dynamic_args", "backward", "vmap", "configs")
     }
-    function = HelionFunction(kernel, options.mutates_args, where, config_name)
+    digest = _digest(kernel, source.digest)
+    function = HelionFunction(kernel, options.mutates_args, where, config_name, digest)
     spec = KernelSpec(
         name=qualified,
         jax_fn=function,
         parameters=tuple(parameters),
         returns=returns,
-        source=dataclasses.replace(source, digest=_digest(kernel, source.digest)),
+        source=dataclasses.replace(source, digest=digest),
         language="helion",
         doc=inspect.getdoc(fn),
         # JAX can neither differentiate nor batch what Helion generates.

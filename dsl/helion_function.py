@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from tpu_kernels import _compat_helion
 from tpu_kernels.dsl import dtypes, helion_config
 from tpu_kernels.dsl.helion_capture import Capture, capture, for_helion, in_fresh_thread
 
+_log = logging.getLogger(__name__)
 _VMEM = 128 * 2**20  # what Helion's heuristics count with where no chip is the target
 
 
@@ -26,18 +28,25 @@ class HelionFunction:
         mutates: Names of the arguments that it writes to.
         where: Its ``file:line``.
         config_name: The parameter that takes the config.
+        digest: Identity of the kernel's code and settings, for copies in other processes.
 
     Attributes:
         helion_kernel: The kernel as its author made it.
     """
 
     def __init__(
-        self, kernel: Any, mutates: Sequence[str], where: str, config_name: str = helion_config.NAME
+        self,
+        kernel: Any,
+        mutates: Sequence[str],
+        where: str,
+        config_name: str = helion_config.NAME,
+        digest: str = "",
     ) -> None:
         self.helion_kernel = kernel
         self.mutates = tuple(mutates)
         self.where = where
         self.config_name = config_name
+        self.digest = digest
         self.__wrapped__ = kernel.fn
         self.__name__ = kernel.fn.__name__
         self.__qualname__ = kernel.fn.__qualname__
@@ -45,6 +54,7 @@ class HelionFunction:
         self.__doc__ = kernel.fn.__doc__
         self._captures: dict[Any, Capture] = {}
         self._variants: dict[bool, Any] = {}
+        self._slow: set[Any] = set()
         self._lock = threading.RLock()
 
     @functools.cached_property
@@ -54,22 +64,44 @@ class HelionFunction:
 
     def __call__(self, *args: Any, interpret: Any = None, **kwargs: Any) -> Any:
         """Trace the kernel on JAX arrays; static values are plain Python values."""
-        # The table of lowerings lies above this layer: it is found when it is needed, by name.
-        host_code = importlib.import_module("tpu_kernels.lowering.host_code")
-
         config = kwargs.pop(self.config_name, None)
         values = dict(zip(self.parameters, args, strict=False))
         values.update(kwargs)
         ordered = [values[name] for name in self.parameters]
-        plain = interpret is True
-        found = self.captured(
-            [_stand_in(v) for v in ordered],
-            config,
-            interpret=plain,
-            vmem_bytes=host_code.vmem_of_target(),
-        )
-        result, written = host_code.evaluate(found.graph, _arrays(ordered), interpret, self.where)
+        if interpret is True:
+            result, written = self._interpreted(ordered, config)
+        else:
+            result, written = self._evaluated(ordered, config, interpret)
         return (result, written) if self.mutates else result
+
+    def _evaluated(self, ordered: Sequence[Any], config: Any, interpret: Any) -> Any:
+        found = self._capture_of(ordered, config, interpret=False)
+        return _host_code().evaluate(found.graph, _arrays(ordered), interpret, self.where)
+
+    def _interpreted(self, ordered: Sequence[Any], config: Any) -> Any:
+        """In Pallas's plain interpreter; where that cannot run the kernel, in the TPU interpreter,
+        which simulates what the compiler would be given and is some hundred times slower."""
+        key = (*map(_key, map(_stand_in, ordered)), config)
+        refusal = None
+        if key not in self._slow:
+            try:
+                found = self._capture_of(ordered, config, interpret=True)
+                return _host_code().plainly(found.graph, _arrays(ordered), self.where)
+            except Exception as error:
+                # Pallas's interpreter has no list of what it lacks. What is wrong with the kernel
+                # itself is raised again below.
+                refusal = f"{type(error).__name__}: {error}".splitlines()[0]
+        with _host_code().tpu_interpreter() as parameters:
+            result = self._evaluated(ordered, config, parameters)
+        if refusal is not None:
+            self._slow.add(key)
+            _log.info("%s runs in the TPU interpreter: %s", self.__qualname__, refusal)
+        return result
+
+    def _capture_of(self, ordered: Sequence[Any], config: Any, *, interpret: bool) -> Capture:
+        vmem = _host_code().vmem_of_target()
+        arguments = [_stand_in(v) for v in ordered]
+        return self.captured(arguments, config, interpret=interpret, vmem_bytes=vmem)
 
     def captured(
         self,
@@ -137,21 +169,38 @@ class HelionFunction:
         fn, settings = self.helion_kernel.fn, self.helion_kernel.configs
         texts = [helion_config.to_text(c) for c in settings]
         static = self.helion_kernel.settings.static_shapes
-        return _rebuild, (fn, texts, static, self.mutates, self.where, self.config_name)
+        options = (self.mutates, self.where, self.config_name, self.digest)
+        return _rebuild, (fn, texts, static, *options)
+
+
+_KEPT = 8
+_rebuilt: dict[str, HelionFunction] = {}
+"""What this process has unpickled: the candidates of a search share what Helion made of one."""
 
 
 def _rebuild(
-    fn: Any, configs: list[str], static: bool, mutates: Any, where: str, name: str
+    fn: Any, configs: list[str], static: bool, mutates: Any, where: str, name: str, digest: str
 ) -> HelionFunction:
     """Unpickle in another process: the kernel's function travels, what Helion made of it not."""
     import helion
 
+    key = "\n".join((digest, where, name, *mutates))
+    if digest and key in _rebuilt:
+        return _rebuilt[key]
     if _compat_helion.is_kernel(fn):
         kernel = fn
     else:
         made = [helion_config.from_text(text) for text in configs]
         kernel = helion.kernel(fn, configs=made or None, static_shapes=static)
-    return HelionFunction(kernel, mutates, where, name)
+    while len(_rebuilt) >= _KEPT:
+        del _rebuilt[next(iter(_rebuilt))]
+    _rebuilt[key] = HelionFunction(kernel, mutates, where, name, digest)
+    return _rebuilt[key]
+
+
+def _host_code() -> Any:
+    # The table of lowerings lies above this layer: it is found when it is needed, by name.
+    return importlib.import_module("tpu_kernels.lowering.host_code")
 
 
 def _is_array(value: Any) -> bool:

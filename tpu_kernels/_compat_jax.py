@@ -297,6 +297,35 @@ def pallas_interpret(mode: Any) -> Iterator[None]:
         config.pallas_tpu_interpret_mode_context_manager.set_local(previous)
 
 
+class _CallbackDevices:
+    """Stands for the module that host callbacks ask for a CPU device."""
+
+    def __init__(self, bridge: Any) -> None:
+        self._bridge = bridge
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bridge, name)
+
+    def local_devices(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's devices where it has started its backends, else ours."""
+        if self._bridge.backends_are_initialized():
+            return self._bridge.local_devices(*args, **kwargs)
+        return [cpu_device()]
+
+
+def keep_callbacks_from_starting_backends() -> None:
+    """Let host callbacks of programs on our own client run without JAX's backends.
+
+    The TPU interpreter is made of host callbacks, and each asks for JAX's CPU device to run on,
+    which would start every backend of the process, a TPU runtime included. Callbacks of programs
+    that run on one of those backends find them started, and notice nothing.
+    """
+    from jax._src import callback
+
+    if not isinstance(callback.xb, _CallbackDevices):  # type: ignore[attr-defined]
+        callback.xb = _CallbackDevices(callback.xb)  # type: ignore[attr-defined]
+
+
 # --- Symbolic shapes
 # -------------------------------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tpu_kernels import _compat_helion
+from tpu_kernels import _compat_helion, _compat_jax
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.dsl.helion_capture import Launch, launch_of, launch_operator
 from tpu_kernels.errors import TraceError
@@ -78,6 +80,52 @@ def evaluate(graph: torch.fx.GraphModule, arrays: Sequence[Any], interpret: Any,
                     hint="compute it outside of the kernel and pass it as an argument",
                 )
     return result
+
+
+def plainly(graph: torch.fx.GraphModule, arrays: Sequence[Any], where: str) -> Any:
+    """Run a captured call in Pallas's plain interpreter while JAX traces, if that takes it.
+
+    Args:
+        graph: Its graph.
+        arrays: A value for each placeholder.
+        where: ``file:line`` of the kernel.
+
+    Returns:
+        What the graph returns.
+
+    Raises:
+        Exception: The interpreter lacks something that the kernel needs. Some of that shows up as
+            late as in lowering, so the call is lowered here, alone, to find out.
+    """
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    structure = []
+
+    def run(*values: Any) -> Any:
+        flat, spec = tree_flatten(evaluate(graph, values, True, where))
+        structure.append(spec)
+        return flat
+
+    with jax.default_device(_compat_jax.cpu_device()):
+        traced = jax.jit(run).trace(*avals)
+        traced.lower(lowering_platforms=("cpu",))
+    flat = jax.extend.core.jaxpr_as_fun(traced.jaxpr)(*arrays)
+    return tree_unflatten(flat, structure[0])
+
+
+@contextlib.contextmanager
+def tpu_interpreter() -> Iterator[Any]:
+    """Let Pallas calls that are traced in this scope be run by JAX's TPU interpreter.
+
+    Yields:
+        Its parameters. Helion's pipelines copy whole tiles, and on a TPU arrays in HBM are padded
+        to tiles.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    parameters = pltpu.InterpretParams(buffer_bounds="padded", out_of_bounds_reads="uninitialized")
+    _compat_jax.keep_callbacks_from_starting_backends()
+    with _compat_jax.pallas_interpret(parameters):
+        yield parameters
 
 
 def launch(call: Launch, inputs: Sequence[Any], interpret: Any) -> list[Any]:
