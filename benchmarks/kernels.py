@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matmul_peers
 from attention_peers import CASES, Case, peers, step
 
 from tpu_kernels.compiler import compile_function, resolve
@@ -105,6 +106,44 @@ def rows(case: Case, chip: str) -> Iterator[Row]:
         yield measure(case.name, "step", name, step(forward), [*avals, grad], chip)
 
 
+def products(case: matmul_peers.Case, chip: str) -> Iterator[Row]:
+    """Ours (where torch is), XLA's and a peer's product, with shares of the chip's peaks."""
+    candidates = list(matmul_peers.peers(case))
+    if importlib.util.find_spec("torch") is not None:
+        candidates = [_our_product(case, chip), *candidates]
+    details = resolve(chip).chip
+    # v5p: both cores of a device work on one program
+    peak = details.peak_ops_per_s["bf16"] * details.cores_per_device / 1e6
+    for name, function in candidates:
+        row = measure(case.name, "forward", name, function, case.avals(), chip)
+        if "us" in row:
+            passes = {"high": 3, "highest": 6}.get(case.precision or "", 1)
+            row["of_peak"] = case.operations * passes / peak / row["us"]
+            bandwidth = details.hbm_bytes_per_s * details.cores_per_device / 1e6
+            row["of_hbm"] = case.bytes / bandwidth / row["us"]
+        yield row
+
+
+def _our_product(case: matmul_peers.Case, chip: str) -> tuple[str, Callable[..., Any]]:
+    import torch
+
+    from tpu_kernels.ops import gated_matmul, matmul
+
+    arrays = [
+        torch.empty(a.shape, dtype=getattr(torch, case.dtype), device="meta") for a in case.avals()
+    ]
+    options: dict[str, Any] = {"precision": case.precision, "activation": case.activation}
+    options["transpose_y"] = case.transposed
+    kernel = gated_matmul if case.gated else matmul
+    if not case.gated:
+        right = arrays[2:]
+        options["bias"] = right.pop(0) if case.bias else None
+        options["residual"] = right.pop(0) if case.residual else None
+        arrays = arrays[:2]
+    function = kernel.bind(*arrays, **options).function(interpret=False, target=chip)
+    return kernel.name, lambda *given: jax.tree.leaves(function(*given))[0]
+
+
 def _elsewhere(python: str, arguments: Sequence[str]) -> list[Row]:
     """The rows of another interpreter, which finds this package where this one does."""
     import tpu_kernels.compiler
@@ -132,6 +171,11 @@ def _text(row: Row) -> str:
     if row["status"] != "ok" or "us" not in row:
         return f"{head} {row['status']}: {row.get('error')}"
     block = row["largest_block"]
+    if "of_peak" in row:
+        return (
+            f"{head} {row['us']:8.1f} µs  {row['of_peak']:4.0%} of peak, {row['of_hbm']:4.0%} of "
+            f"HBM's, MXU busy {row['mxu_busy']:4.0%}"
+        )
     return (
         f"{head} {row['us']:8.0f} µs  MXU {row['mxu_busy']:4.0%}  "
         f"largest block {block.get('bundles', 0):5} bundles, {block.get('matmuls', 0):5} matmuls, "
@@ -142,7 +186,7 @@ def _text(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chip", default="v6e")
-    parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--case", choices=[*CASES, *matmul_peers.CASES], action="append")
     parser.add_argument("--peer-python")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -160,7 +204,10 @@ def _all_rows(
     options: argparse.Namespace, names: Sequence[str], arguments: Sequence[str]
 ) -> Iterator[Row]:
     for name in names:
-        yield from rows(CASES[name], options.chip)
+        if name in CASES:
+            yield from rows(CASES[name], options.chip)
+        else:
+            yield from products(matmul_peers.CASES[name], options.chip)
     if options.peer_python:
         yield from _elsewhere(options.peer_python, arguments)
 

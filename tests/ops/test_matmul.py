@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 import tpu_kernels as tk
 from tpu_kernels._compat_jax import cpu_device
 from tpu_kernels.ops import bmm, matmul
-from tpu_kernels.ops.matmul_plan import Plan, bucket, choose_blocks, fits, vmem_need
+from tpu_kernels.ops.matmul_blocks import bucket, choose_blocks, fits, vmem_need
+from tpu_kernels.ops.matmul_plan import Operands, Plan
 from tpu_kernels.ops.tiles import DEFAULT_VMEM, LANES, sublanes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -267,7 +268,7 @@ def test_the_heuristic_makes_whole_tiles_that_fit_every_chip(
     y = jax.ShapeDtypeStruct((n, k) if flags[1] else (k, n), dtypes[1])
     out = "bfloat16" if dtypes == ("bfloat16", "bfloat16") else "float32"
     plan = Plan("tpu::matmul", *flags, np.dtype(jax.numpy.dtype(out)), precision)
-    chosen = choose_blocks(x, y, plan)
+    chosen = choose_blocks(Operands(x, y), plan)
     cut = {  # (array, dtype) -> (block rows, rows, block columns, columns)
         (dtypes[0], x.shape): (chosen.k, chosen.m) if flags[0] else (chosen.m, chosen.k),
         (dtypes[1], y.shape): (chosen.n, chosen.k) if flags[1] else (chosen.k, chosen.n),
@@ -276,7 +277,7 @@ def test_the_heuristic_makes_whole_tiles_that_fit_every_chip(
     for (dtype, whole), (rows, columns) in cut.items():
         assert rows == whole[0] or rows % sublanes(jax.numpy.dtype(dtype)) == 0
         assert columns == whole[1] or columns % LANES == 0
-    assert vmem_need(x, y, plan, chosen) <= DEFAULT_VMEM
+    assert vmem_need(Operands(x, y), plan, chosen) <= DEFAULT_VMEM
 
 
 def test_constraints_say_why_a_config_is_not_worth_trying() -> None:

@@ -19,7 +19,18 @@ backends.ready()  # the operators' implementations, before the operators
 lookup.install()  # the shipped configs
 
 from tpu_kernels.ops.attention import attention, attention_backward  # noqa: E402
-from tpu_kernels.ops.matmul import bmm, matmul  # noqa: E402
+from tpu_kernels.ops.linear import gated_linear, linear, use_matmul  # noqa: E402
+from tpu_kernels.ops.matmul import bmm, gated_matmul, matmul  # noqa: E402
 from tpu_kernels.ops.sdpa import use_attention  # noqa: E402
 
-__all__ = ["attention", "attention_backward", "bmm", "matmul", "use_attention"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "bmm",
+    "gated_linear",
+    "gated_matmul",
+    "linear",
+    "matmul",
+    "use_attention",
+    "use_matmul",
+]
