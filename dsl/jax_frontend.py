@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import keyword
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tpu_kernels.dsl.annotations import resolve
+from tpu_kernels.dsl.annotations import classify, resolve
 from tpu_kernels.dsl.signature import read_parameters, read_returns
 from tpu_kernels.dsl.source import locate, unwrap
 from tpu_kernels.dsl.spec import EMPTY, KernelSpec, Kind
 from tpu_kernels.errors import SignatureError
 
+_RESERVED = ("aten", "at", "prim", "prims", "torch", "pytorch")
 _NAME = re.compile(r"[a-zA-Z]\w*(?:\.\w+)*::[a-zA-Z]\w*")
 INT64_POLICIES = (None, "narrow_checked", "exact")
 
@@ -48,7 +51,8 @@ def qualified_name(name: str | None, fn: Callable[..., Any], where: str) -> str:
     """The operator's ``"namespace::op"`` name; a bare name or none lands in namespace ``tpu``.
 
     Raises:
-        SignatureError: The name is not made of identifiers, or begins with an underscore.
+        SignatureError: The name is not made of identifiers, begins with an underscore, or is in a
+            namespace of torch's.
 
     Example:
         >>> def scale(x): ...
@@ -58,11 +62,19 @@ def qualified_name(name: str | None, fn: Callable[..., Any], where: str) -> str:
     name = name or unwrap(fn).__name__
     if "::" not in name:
         name = f"tpu::{name}"
-    if not _NAME.fullmatch(name):
+    namespace, _, opname = name.partition("::")
+    if not _NAME.fullmatch(name) or keyword.iskeyword(namespace) or keyword.iskeyword(opname):
         raise SignatureError(
             f"{name!r} is not a valid operator name",
             where=where,
             hint='use "namespace::op" of identifiers that do not begin with an underscore',
+        )
+    if namespace in _RESERVED:
+        raise SignatureError(
+            f"kernel {name!r}: namespace {namespace!r} is torch's own, which treats what is in it "
+            "as built in",
+            where=where,
+            hint=f"choose another namespace; override('{name}', kernel) replaces such an operator",
         )
     return name
 
@@ -108,13 +120,14 @@ def from_function(
             where=where,
         )
     resolved = resolve(inner, caller_locals, where)
+    _check_values(options, kernel, where)
     parameters = read_parameters(
         fn,
         resolved,
         kernel=kernel,
         where=where,
         dynamic_args=options.dynamic_args,
-        tunables=tunable_names(options.configs, inner),
+        tunables=_tunables(options, inner, resolved),
     )
     returns = read_returns(
         resolved.get("return", EMPTY),
@@ -138,6 +151,19 @@ def from_function(
     )
     check_options(spec, where)
     return spec
+
+
+def _tunables(
+    options: Options, fn: Callable[..., Any], resolved: Mapping[str, Any]
+) -> tuple[str, ...]:
+    names = tunable_names(options.configs, fn)
+    if not callable(options.configs):
+        return names
+    free = [name for name in names if name in resolved and name not in options.dynamic_args]
+    meanings = {name: classify(resolved[name]) for name in free}
+    return tuple(
+        name for name, meaning in meanings.items() if meaning and meaning.kind is Kind.STATIC
+    )
 
 
 def tunable_names(configs: Any, fn: Callable[..., Any]) -> tuple[str, ...]:
@@ -167,6 +193,36 @@ def tunable_names(configs: Any, fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _check_values(options: Options, kernel: str, where: str) -> None:
+    """Refuse options of a wrong kind, whose mistake would only come up in some later call."""
+
+    def refuse(option: str, wanted: str) -> SignatureError:
+        value = getattr(options, option)
+        return SignatureError(f"kernel {kernel!r}: {option}={value!r} is not {wanted}", where=where)
+
+    for option in ("flops", "constraints", "bucket", "reference"):
+        value = getattr(options, option)
+        if value is not None and not callable(value):
+            raise refuse(option, "a function")
+    configs = options.configs
+    if isinstance(configs, Mapping):
+        if any(isinstance(v, str) or not isinstance(v, Iterable) for v in configs.values()):
+            raise refuse("configs", "a dict of lists of candidates")
+    elif configs is not None and not callable(configs):
+        if isinstance(configs, str) or not isinstance(configs, Iterable):
+            raise refuse("configs", "a dict of lists, a list of dicts, or a function")
+    if options.cache_dir is not None and not isinstance(options.cache_dir, (str, os.PathLike)):
+        raise refuse("cache_dir", "a path")
+    if options.precision is not None:
+        import jax
+
+        try:
+            with jax.default_matmul_precision(options.precision):
+                pass
+        except ValueError:
+            raise refuse("precision", "one that jax.default_matmul_precision takes") from None
+
+
 def check_options(spec: KernelSpec, where: str) -> None:
     """Refuse options that contradict the signature.
 
@@ -183,6 +239,13 @@ def check_options(spec: KernelSpec, where: str) -> None:
                     where=where,
                     hint=f"tensor parameters: {', '.join(tensors) or 'none'}",
                 )
+    both = sorted(set(spec.mutates_args) & set(spec.donate_args))
+    if both:
+        raise SignatureError(
+            f"kernel {spec.name!r}: argument {both[0]!r} is in mutates_args and in donate_args",
+            where=where,
+            hint="what is written to is the caller's, what is donated is not any more",
+        )
     for name in spec.mutates_args:
         if spec.parameter(name).kind not in (Kind.TENSOR, Kind.LIST):
             raise SignatureError(

@@ -72,6 +72,12 @@ def read_parameters(
                 where=where,
                 hint="take a list: xs: list[jax.Array]",
             )
+        if p.name.startswith("_") and p.name.strip("_"):
+            raise SignatureError(
+                f"kernel {kernel!r}: parameter {p.name!r} begins with an underscore",
+                where=where,
+                hint="rename it: such names are those of the functions made around the kernel",
+            )
         if p.name not in resolved:
             raise SignatureError(
                 f"kernel {kernel!r}: parameter {p.name!r} has no type annotation",

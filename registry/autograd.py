@@ -358,9 +358,13 @@ def operator_function() -> type:
         def jvp(ctx: Any, *tangents: Any) -> Any:
             run: Run = ctx.run
             inputs = ctx.saved_tensors[: run.layout.count]
-            result = run.autograd.derivatives.tangents(
+            found = run.autograd.derivatives.tangents(
                 run.layout, inputs, run.dynamics, tangents[1:]
             )
+            # What is not differentiable has no tangent; JAX gives it zeros.
+            result: list[Any] = [
+                t if t.is_floating_point() or t.is_complex() else None for t in found
+            ]
             for position, i in enumerate(run.written, start=len(result) - len(run.written)):
                 tangent = tangents[1 + i]
                 if tangent is not None:  # torch wants a written input's tangent written as well

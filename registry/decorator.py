@@ -112,9 +112,9 @@ def tpu_kernel(
         doc::scale_add(Tensor x, Tensor y, float alpha=1.) -> Tensor
     """
     options = Options(
-        mutates_args=tuple(mutates_args),
-        donate_args=tuple(donate_args),
-        dynamic_args=tuple(dynamic_args),
+        mutates_args=_names(mutates_args),
+        donate_args=_names(donate_args),
+        dynamic_args=_names(dynamic_args),
         backward=backward,
         vmap=vmap,
         autocast=autocast,
@@ -141,3 +141,8 @@ def tpu_kernel(
         return register(spec, replace=replace)
 
     return decorate(name) if callable(name) else decorate
+
+
+def _names(option: Sequence[str]) -> tuple[str, ...]:
+    """Names that an option lists; a string is one name, not its letters."""
+    return (option,) if isinstance(option, str) else tuple(dict.fromkeys(option))

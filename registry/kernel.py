@@ -75,6 +75,14 @@ class Kernel:
             self._counters,
         )
         self.op: torch._ops.OpOverload = self.operator.op
+        try:
+            self._complete(spec)
+        except BaseException:
+            self.operator.destroy()  # half an operator would keep the name
+            raise
+        kernel_hooks.add_kernel(self)
+
+    def _complete(self, spec: KernelSpec) -> None:
         self.autograd = Autograd(
             self.operator, spec.backward, None if spec.backward != "reference" else spec
         )
@@ -94,7 +102,6 @@ class Kernel:
             self, spec.jax_fn, assigned=("__doc__", "__module__", "__qualname__"), updated=()
         )
         self.__signature__ = inspect.signature(self._call)
-        kernel_hooks.add_kernel(self)
 
     # ------------------------------------------------------------------ calling
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -276,3 +276,55 @@ def test_numbers_of_several_types_are_scalars_that_keep_theirs() -> None:
     assert [type(to_schema(v)) for v in (1, 1.0, np.float32(2))] == [int, float, float]
     with pytest.raises(TypeError, match="True is none of int, float"):
         to_schema(True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"flops": 3}, "flops=3 is not a function"),
+        ({"constraints": 3}, "constraints=3 is not a function"),
+        ({"configs": 3}, "configs=3 is not a dict of lists, a list of dicts, or a function"),
+        ({"configs": {"n": 3}}, "is not a dict of lists of candidates"),
+        ({"cache_dir": 3}, "cache_dir=3 is not a path"),
+        ({"precision": "bogus"}, "precision='bogus' is not one that jax"),
+        ({"mutates_args": ("x",), "donate_args": ("x",)}, "in mutates_args and in donate_args"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    def f(x: jax.Array, n: int = 1) -> jax.Array: ...
+
+    with pytest.raises(SignatureError) as caught:
+        schema(f, **options)
+    assert words in str(caught.value)
+
+
+def test_a_function_of_configs_tunes_no_tensors() -> None:
+    def f(x: jax.Array, *, w: jax.Array, block: int = 8, s: float = 1.0) -> jax.Array: ...
+
+    assert schema(f, configs=lambda **_: [], dynamic_args=("s",)) == (
+        "f(Tensor x, *, Tensor w, int? block=None, float s=1.0) -> Tensor"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("aten::mine", "namespace 'aten' is torch's own"),
+        ("a::class", "not a valid operator name"),
+        ("a::b-c", "not a valid operator name"),
+        ("a::b::c", "not a valid operator name"),
+    ],
+)
+def test_names_that_torch_cannot_take_are_refused(name: str, words: str) -> None:
+    def f(x: jax.Array) -> jax.Array: ...
+
+    with pytest.raises(SignatureError) as caught:
+        from_function(f, name, Options())
+    assert words in str(caught.value)
+
+
+def test_parameters_beginning_with_an_underscore_are_refused() -> None:
+    def f(x: jax.Array, _op: int = 1) -> jax.Array: ...
+
+    with pytest.raises(SignatureError, match="parameter '_op' begins with an underscore"):
+        schema(f)
