@@ -6,12 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_kernels import tpu_kernel
 from tpu_kernels.errors import CacheCorruption
-from tpu_kernels.registry.config_table import ConfigRequest
+from tpu_kernels.registry.config_table import ConfigChoice, ConfigRequest
 from tpu_kernels.tuning import lookup, tables
 from tpu_kernels.tuning.cache import TuningCache
 from tpu_kernels.tuning.lookup import TunedConfigs, bucket_key, exact_key
@@ -180,3 +183,31 @@ def test_damaged_tables_are_ignored_with_a_warning(
         with pytest.warns(CacheCorruption, match=r"v6e/ns\.bad\.json"):
             assert tables.table("v6e", "ns::bad") == ()
     tables.table.cache_clear()
+
+
+def test_a_kernel_asks_once_for_a_call_until_something_new_is_known(
+    cache: TuningCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ConfigRequest] = []
+
+    class Counting(TunedConfigs):
+        def find(self, request: ConfigRequest) -> ConfigChoice | None:
+            asked.append(request)
+            return super().find(request)
+
+    monkeypatch.setattr(lookup, "_source", source := Counting(cache))
+    monkeypatch.setattr(lookup.config_table, "_sources", [source])
+
+    @tpu_kernel("lookup_test::once")
+    def once(x: jax.Array, *, block: int = 8) -> jax.Array:
+        return x + block
+
+    x = torch.zeros(8)
+    for _ in range(5):
+        assert once(x)[0] == 8
+    before = len(asked)
+    for _ in range(100):
+        once(x)
+    assert len(asked) == before  # the choice is in the program that the call finds
+    lookup.store(once.bind(x).request("v6e"), cache, {"block": 16}, 1.0)
+    assert once(x)[0] == 16
