@@ -89,6 +89,37 @@ def registered_operators(key: str) -> frozenset[str]:
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
 
 
+# A storage on memory that somebody else owns, and a device tensor whose storage has no memory yet:
+# what deferred results are made of.
+storage_on_memory: Callable[[int, torch.device, int], Any] = (
+    torch._C._construct_storage_from_data_pointer
+)
+tensor_without_memory: Callable[[Sequence[int], torch.dtype], torch.Tensor] = (
+    torch._C._acc.create_empty_tensor
+)
+
+def before_data_ptr(hook: Callable[[int], None]) -> None:
+    """Call a function with a storage's id before anybody is told where its memory is.
+
+    torch has no hook for that, and deferred results have no memory until somebody asks.
+    """
+    of_tensor, of_storage = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    @functools.wraps(of_tensor)
+    def tensor_data_ptr(self: torch.Tensor) -> int:
+        if self.layout is torch.strided and self.device.type == "tpu":
+            hook(storage_id(self))
+        return of_tensor(self)
+
+    @functools.wraps(of_storage)
+    def storage_data_ptr(self: torch.UntypedStorage) -> int:
+        hook(self._cdata)
+        return of_storage(self)
+
+    torch.Tensor.data_ptr = tensor_data_ptr  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
+
+
 # The autograd node that the calling thread runs the backward of, None outside of one: it knows the
 # forward's traceback while anomaly mode is on, and no public function leads to it.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -632,5 +663,8 @@ def implement_flex(
     def _validate_device(query: Any, key: Any, value: Any) -> None:
         if query.device.type != device:
             before(query, key, value)
+        elif not torch.compiler.is_compiling():
+            # what it warns of is not so on this device: nothing materialises the scores
+            module._WARNINGS_SHOWN.add("flex_attention_performance")
 
     module._validate_device = _validate_device

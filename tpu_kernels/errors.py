@@ -66,6 +66,10 @@ class TraceError(KernelError, RuntimeError):
     """The kernel's own Python code raised while JAX traced it."""
 
 
+class TraceTimeout(TraceError, TimeoutError):
+    """The kernel's own Python code did not end while JAX traced it."""
+
+
 class MissingBackwardError(KernelError, RuntimeError):
     """A gradient was asked of a kernel that has no backward."""
 
@@ -108,6 +112,10 @@ class NonFiniteWarning(RuntimeWarning):
 
 class CheckError(KernelError, RuntimeError):
     """A kernel failed the checks that debug mode runs on its calls."""
+
+
+class DeferredError(KernelError, RuntimeError):
+    """A tensor has no value, because an operator that deferred mode ran before it failed."""
 
 
 class BundleError(KernelError, ValueError):

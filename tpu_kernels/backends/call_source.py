@@ -37,6 +37,8 @@ def mode_lines(parameters: Sequence[Parameter]) -> list[str]:
         f"        _done = _intercept(_operator, _self, ({positional}), {{{keywords}}})",
         "        if _done is not _GO:",
         "            return _done",
+        "    if _ACTIVE:",
+        "        _settle()",
     ]
 
 

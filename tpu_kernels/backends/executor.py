@@ -85,7 +85,8 @@ class Executor:
         """The function to register with torch for the bridge's dispatch key.
 
         Args:
-            modes: What has ``FLAGS``, ``intercept`` and ``GO`` of a device with eager modes.
+            modes: What has ``FLAGS``, ``intercept``, ``GO``, ``ACTIVE`` and ``settle_all`` of a
+                device with eager modes.
         """
         definition = self.operator.definition
         env: dict[str, Any] = {
@@ -131,6 +132,8 @@ class Executor:
                 _FLAGS=modes.FLAGS,
                 _intercept=modes.intercept,
                 _GO=modes.GO,
+                _ACTIVE=modes.ACTIVE,
+                _settle=modes.settle_all,
                 _operator=self.operator.op,
                 _self=env["implementation"],
             )

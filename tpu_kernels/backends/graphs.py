@@ -20,6 +20,9 @@ from torch.fx.node import map_arg
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.backends import bridges, dropout
+from tpu_kernels.backends.device.capsule import ACTIVE, settle_all
+from tpu_kernels.backends.disk import compile_jitted
+from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
 from tpu_kernels.dsl import dtypes
 from tpu_kernels.registry import config_table
@@ -52,7 +55,8 @@ class CompileStats:
     Attributes:
         graphs: Graphs of ATen operators that were handed over.
         specialisations: Times that a graph was lowered: once for each set of symbolic sizes.
-        programs: Programs compiled.
+        programs: Programs made.
+        loaded: Those among them that another process had compiled (see `tpu-kernels cache`).
         nodes: Operators in programs.
         left: Operators that ran outside of programs for want of a lowering, by name.
         whole: Graphs that run node by node, by reason.
@@ -61,6 +65,7 @@ class CompileStats:
     graphs: int = 0
     specialisations: int = 0
     programs: int = 0
+    loaded: int = 0
     nodes: int = 0
     left: dict[str, int] = dataclasses.field(default_factory=dict)
     whole: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -115,6 +120,8 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        if ACTIVE:  # programs look at memory
+            settle_all()
         if chain.FLAGS.slow:  # calls are being checked or recorded one by one
             return self.graph(*args)
         key = (
@@ -263,10 +270,17 @@ class Runner:
         wide = jax.enable_x64
         device = _compat_jax.cpu_device()
         call = jitted if inputs else lambda: _on_device(jitted, device)
+        compiled = False
 
         def step(values: dict[Node, Any], arrays: dict[Node, Any]) -> None:
+            nonlocal compiled
             given = [arrays[n] if n in arrays else to_jax(values[n]) for n in inputs]
             with wide(True):
+                if not compiled:
+                    # Found by the lowered module: whatever decides what it computes is in it.
+                    compiled = True
+                    known = compile_jitted(cache_for(), jitted, given, name="graph") if given else 0
+                    _stats.loaded += bool(known)
                 results = call(*given)  # type: ignore[no-untyped-call]
             for (node, delivery), result in zip(deliver, results, strict=True):
                 if delivery is None:

@@ -7,13 +7,29 @@ outside. Debug mode checks before the call, so that the error names operator, va
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Tensor = torch.Tensor
-Found = tuple[Tensor, int, str, int]
-"""Indices, the size that they must be below, what is indexed, the least that they may be."""
+
+
+class Found(NamedTuple):
+    """An index argument.
+
+    Attributes:
+        index: The indices.
+        size: What they must be below.
+        what: What is indexed, for messages.
+        least: The least that they may be.
+        ignored: A value that is no index.
+    """
+
+    index: Tensor
+    size: int
+    what: str
+    least: int = 0
+    ignored: int | None = None
 
 
 def indices(name: str, arguments: Mapping[str, Any]) -> Iterator[Found]:
@@ -28,15 +44,21 @@ def indices(name: str, arguments: Mapping[str, Any]) -> Iterator[Found]:
         yield from rule(arguments)
 
 
+def has_indices(name: str) -> bool:
+    """Return whether `indices` knows an operator, by its base name."""
+    return name.rstrip("_") in _RULES
+
+
 def _along_dim(a: Mapping[str, Any]) -> Iterator[Found]:
     whole, dim = a["self"], a["dim"]
     if isinstance(dim, int) and whole.dim():
-        yield a["index"], whole.shape[dim], f"dimension {dim} of size {whole.shape[dim]}", 0
+        size = whole.shape[dim]
+        yield Found(a["index"], size, f"dimension {dim} of size {size}")
 
 
 def _embedding(a: Mapping[str, Any]) -> Iterator[Found]:
     rows = a["weight"].shape[0]
-    yield a["indices"], rows, f"a table of {rows} rows", 0
+    yield Found(a["indices"], rows, f"a table of {rows} rows")
 
 
 def _advanced(a: Mapping[str, Any]) -> Iterator[Found]:
@@ -49,19 +71,18 @@ def _advanced(a: Mapping[str, Any]) -> Iterator[Found]:
             dim += index.dim()
         else:
             size = whole.shape[dim]
-            yield index, size, f"dimension {dim} of size {size}", -size
+            yield Found(index, size, f"dimension {dim} of size {size}", -size)
             dim += 1
 
 
 def _take(a: Mapping[str, Any]) -> Iterator[Found]:
     count = a["self"].numel()
-    yield a["index"], count, f"{count} elements", -count
+    yield Found(a["index"], count, f"{count} elements", -count)
 
 
 def _target(a: Mapping[str, Any]) -> Iterator[Found]:
     classes = a["self"].shape[1 if a["self"].dim() > 1 else 0]
-    target = a["target"]
-    yield target[target != a["ignore_index"]], classes, f"{classes} classes", 0
+    yield Found(a["target"], classes, f"{classes} classes", ignored=a["ignore_index"])
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any]], Iterator[Found]]] = {
@@ -82,17 +103,18 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], Iterator[Found]]] = {
 }  # fmt: skip
 
 
-def offender(index: Tensor, size: int, least: int) -> int | None:
+def offender(found: Found, index: Tensor) -> int | None:
     """Return the first index that lies outside, None if all lie inside.
 
     Args:
-        index: Indices, on the CPU.
-        size: What they must be below.
-        least: The least that they may be.
+        found: What they must lie within.
+        index: Their values, on the CPU.
     """
     if index.numel() == 0:
         return None
-    outside = (index < least) | (index >= size)
+    outside = (index < found.least) | (index >= found.size)
+    if found.ignored is not None:
+        outside &= index != found.ignored
     return int(index[outside][0]) if bool(outside.any()) else None
 
 

@@ -12,11 +12,12 @@ struct) are verified by `selftest.check_capsule` before anything relies on them.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import torch
 
-from tpu_kernels._compat_torch import from_dlpack, negative_view, to_dlpack
+from tpu_kernels._compat_torch import from_dlpack, negative_view, storage_id, to_dlpack
 from tpu_kernels.backends.device.layouts import unsupported
 from tpu_kernels.errors import DeviceError
 
@@ -28,6 +29,31 @@ KDL_EXT_DEV = 12
 # Reading the pointer out of the capsule object costs a third of calling PyCapsule_GetPointer.
 _uint64_at = ctypes.c_uint64.from_address
 _int32_at = ctypes.c_int32.from_address
+
+# Recorded calls that have not run (deferred mode), by whatever identifies their owner. Each has
+# `settle(storage)`, which runs them if they concern a storage, and `flush()`.
+ACTIVE: dict[int, Any] = {}
+
+
+class _Unsettled(threading.local):
+    on = False
+
+
+UNSETTLED = _Unsettled()
+"""Whether the calling thread looks at sizes only, so that values need not be there."""
+
+
+def settle(storage: int) -> None:
+    """Run what was recorded about a storage, so that its memory holds its value."""
+    if not UNSETTLED.on:
+        for owner in tuple(ACTIVE.values()):
+            owner.settle(storage)
+
+
+def settle_all() -> None:
+    """Run everything that was recorded, by any thread."""
+    for owner in tuple(ACTIVE.values()):
+        owner.flush()
 
 
 def mark_tpu(capsule: Any) -> None:
@@ -84,6 +110,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 
     Does without lazy bits; the result must not outlive the kernel's call.
     """
+    if ACTIVE:
+        settle(storage_id(tensor))
     capsule = to_dlpack(tensor)
     field = _int32_at(_uint64_at(id(capsule) + 16).value + 8)
     if field.value != 12:

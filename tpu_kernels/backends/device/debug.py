@@ -92,11 +92,11 @@ def _check_indices(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if operator.namespace != "aten":
         return
     arguments = bounds.by_name(compat.schema_of(operator), args, kwargs)
-    for index, size, what, least in bounds.indices(operator._opname, arguments):
-        wrong = bounds.offender(to_cpu(index), size, least)
+    for found in bounds.indices(operator._opname, arguments):
+        wrong = bounds.offender(found, to_cpu(found.index))
         if wrong is not None:
             raise BoundsError(
-                f"{_called(operator)}: index {wrong} is out of bounds for {what}",
+                f"{_called(operator)}: index {wrong} is out of bounds for {found.what}",
                 where=user_line(),
                 hint="a TPU would clamp or drop it without a word",
             )

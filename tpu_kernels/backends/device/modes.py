@@ -17,8 +17,24 @@ from typing import Any
 from torch._ops import OpOverload
 
 from tpu_kernels import _compat_torch as compat
+from tpu_kernels.backends.device.capsule import ACTIVE, settle_all
 from tpu_kernels.config import settings
 from tpu_kernels.errors import ArgumentError
+
+__all__ = [
+    "ACTIVE",
+    "FLAGS",
+    "GO",
+    "EagerMode",
+    "add_mode",
+    "current",
+    "finish",
+    "from_environment",
+    "intercept",
+    "set_eager_mode",
+    "set_process",
+    "settle_all",
+]
 
 _KEY = "tpu_kernels.eager_mode"
 
