@@ -7,6 +7,7 @@
 #   make test-properties   the property-based tests with 2,000 examples (EXAMPLES=500 draws fewer)
 #   make test-ops    torch's operator database on the simulated device and through the lowering (some
 #                    minutes; ARGS="device add" runs a part)
+#   make test-zoo    train small models of every kind on the simulated device, each also compiled (minutes)
 #   make lint        ruff (rules and format) and mypy
 #   make docs-test   run every Python block of README.md and docs/
 #   make bench       run the benchmarks
@@ -36,7 +37,7 @@ TYPECHECK := build/typecheck/tpu_kernels
 
 TABLE_SHAPES ?= square llama3-8b llama3-70b
 
-.PHONY: help demo test test-properties test-ops lint format docs-test bench tables clean distclean
+.PHONY: help demo test test-properties test-ops test-zoo lint format docs-test bench tables clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,6 +84,9 @@ ifeq ($(ARGS),)
 else
 	$(BIN)/python -m tests.opinfo $(ARGS)
 endif
+
+test-zoo: $(VENV)/.installed-dev
+	TPU_KERNELS_ZOO=all $(BIN)/pytest tests/zoo --timeout=0 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

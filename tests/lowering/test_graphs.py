@@ -175,3 +175,15 @@ def test_higher_modes_run_node_by_node() -> None:
         rows = explain_overrides(run, x).rows
     assert handle.hits == 2
     assert [row.op for row in rows] == ["aten::mm"]
+
+
+def test_programs_are_kept_for_other_processes() -> None:
+    def run(factor: float) -> int:
+        torch._dynamo.reset()
+        before = compile_stats().loaded
+        x = torch.linspace(0, 1, 5)
+        torch.testing.assert_close(compiled(lambda a: (a * factor).cosh())(x), (x * factor).cosh())
+        return compile_stats().loaded - before
+
+    # A graph of its own each time, as in another process; the second finds the first's program.
+    assert [run(3.25), run(3.25), run(4.25)] == [0, 1, 0]

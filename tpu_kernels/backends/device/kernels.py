@@ -21,6 +21,7 @@ from tpu_kernels.backends.device.handlers import (
     make_handler,
     with_modes,
 )
+from tpu_kernels.backends.device.integers import INTEGERS
 from tpu_kernels.backends.device.manual import MANUAL, MEMORY_ONLY
 
 KEY = "PrivateUse1"
@@ -80,7 +81,7 @@ def register_kernels() -> list[torch.library.Library]:
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_fallback, KEY)
     library = torch.library.Library("aten", "IMPL")
-    by_hand = {**MANUAL, **CELLS}
+    by_hand = {**MANUAL, **CELLS, **INTEGERS}
     for name, kernel in by_hand.items():
         operator = find_operator(name)
         if operator is not None and name not in MEMORY_ONLY:

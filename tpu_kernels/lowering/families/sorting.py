@@ -129,3 +129,18 @@ def bucketize(
     x: Array, boundaries: Array, *, out_int32: bool = False, right: bool = False
 ) -> Array:
     return searchsorted(boundaries, x, out_int32=out_int32, right=right)
+
+
+@lowers("histc")
+def histc(x: Array, bins: int = 100, min: float = 0, max: float = 0) -> Array:
+    values = cast(x.reshape(-1), torch.float64 if x.dtype.itemsize > 2 else torch.float32)
+    low, high = (jnp.asarray(edge, values.dtype) for edge in (min, max))
+    if min == max and x.size:
+        low, high = values.min(), values.max()
+    single = low == high  # the bins lie around the one value
+    low, high = jnp.where(single, low - 1, low), jnp.where(single, high + 1, high)
+    place = jnp.floor((values - low) * bins / (high - low)).astype(jnp.int32)
+    place = jnp.where(values == high, bins - 1, place)
+    inside = (values >= low) & (values <= high)
+    found = jnp.zeros(bins, jnp.int32).at[jnp.where(inside, place, bins)].add(1, mode="drop")
+    return cast(found, torch_dtype(x))
