@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.backends import bridges, dropout
+from tpu_kernels.backends.device.capsule import ACTIVE, settle_all
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
 from tpu_kernels.config import settings
@@ -119,6 +120,8 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        if ACTIVE:  # programs look at memory
+            settle_all()
         if chain.FLAGS.slow:  # calls are being checked or recorded one by one
             return self.graph(*args)
         key = (
