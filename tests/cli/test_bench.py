@@ -28,14 +28,14 @@ def wrong(x: jax.Array) -> jax.Array:
 
 def test_both_are_timed_on_the_simulated_device_and_compared() -> None:
     x = torch.ones(8, 128)
-    row = bench.on_simulated_device(double, [x], {}, rounds=2)
+    row = bench.on_device(double, [x], {}, rounds=2)
     assert row.ok
     assert row.where == bench.SIMULATED
     assert row.kernel_us is not None
     assert row.reference_us is not None
     assert row.speedup == pytest.approx(row.reference_us / row.kernel_us)
     assert row.note == ""
-    assert "results differ" in bench.on_simulated_device(wrong, [x], {}, rounds=1).note
+    assert "results differ" in bench.on_device(wrong, [x], {}, rounds=1).note
 
 
 def test_the_command_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:

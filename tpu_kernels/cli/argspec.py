@@ -237,6 +237,29 @@ def random_tensors() -> Callable[[TensorSpec], torch.Tensor]:
     return make
 
 
+def with_values(value: Any) -> Any:
+    """Replace the tensors in an argument by some of their shapes and dtypes with values.
+
+    Args:
+        value: A tensor, a list or dict of such, or anything else.
+
+    Example:
+        >>> import torch
+        >>> with_values({"x": torch.empty(3, device="meta")})["x"].device
+        device(type='cpu')
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        return random_tensors()(TensorSpec(name, tuple(value.shape)))
+    if isinstance(value, list):
+        return [with_values(item) for item in value]
+    if isinstance(value, dict):
+        return {name: with_values(item) for name, item in value.items()}
+    return value
+
+
 def _dtype(name: str, text: str) -> str:
     if name in DTYPES:
         return DTYPES[name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kernels.cli.argspec import empty_tensor, random_tensors
+from tpu_kernels.cli.argspec import empty_tensor, random_tensors, with_values
 from tpu_kernels.cli.arguments import CALL_HELP, call_arguments, targets
 from tpu_kernels.cli.kernels import add_import_option, find_kernel, load_kernels
 from tpu_kernels.cli.output import Output
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TPU generations, or none (default: %(default)s)",
     )
     parser.add_argument(
-        "--simulated", action="store_true", help="also take times on the simulated device"
+        "--simulated",
+        action="store_true",
+        help="also take times on the device: the TPU that TorchTPU owns, else the simulated one",
     )
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="SECONDS")
     add_import_option(parser)
@@ -58,12 +60,12 @@ def run(options: argparse.Namespace, output: Output) -> bool:
                 bench.on_chip(kernel, args, kwargs, chip, call=text, timeout_s=options.timeout_s)
             )
         if options.simulated:
-            output.note(f"{kernel.name} {text} on the simulated device ...")
+            output.note(f"{kernel.name} {text} on the device ...")
             args, kwargs = call(True)
-            rows.append(bench.on_simulated_device(kernel, args, kwargs, call=text))
+            rows.append(bench.on_device(kernel, args, kwargs, call=text))
     columns = ("kernel", "call", "where", "kernel µs", "reference µs", "times faster", "note")
     output.table("", columns, [_row(row) for row in rows])
-    if options.simulated:
+    if any(row.where == bench.SIMULATED for row in rows):
         output.line("times on the simulated device say nothing about a TPU")
     output.document({"ok": all(r.ok for r in rows), "rows": [row.to_dict() for row in rows]})
     return all(row.ok for row in rows)
@@ -108,21 +110,6 @@ def _calls(options: argparse.Namespace) -> list[tuple[Kernel, Any, str]]:
 def _maker(kernel: Kernel, call: WorkloadCall) -> Any:
     def make(values: bool) -> tuple[Sequence[Any], Mapping[str, Any]]:
         arguments = call.bind_arguments(kernel)
-        return (), (_with_values(arguments) if values else arguments)
+        return (), (with_values(arguments) if values else arguments)
 
     return make
-
-
-def _with_values(value: Any) -> Any:
-    import torch
-
-    from tpu_kernels.cli.argspec import TensorSpec
-
-    if isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        return random_tensors()(TensorSpec(name, tuple(value.shape)))
-    if isinstance(value, list):
-        return [_with_values(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _with_values(item) for name, item in value.items()}
-    return value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kernels.cli.argspec import empty_tensor, parse_choices
+from tpu_kernels.cli.argspec import empty_tensor, parse_choices, with_values
 from tpu_kernels.cli.arguments import CALL_HELP, add_target_option, call_arguments, targets
 from tpu_kernels.cli.kernels import add_import_option, find_kernel, load_kernels
 from tpu_kernels.cli.output import Output
@@ -51,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE,VALUE,...",
         help="values to try of one parameter, all combinations of several (default: the kernel's)",
+    )
+    parser.add_argument(
+        "--measure",
+        choices=("auto", "compiler", "roofline", "device"),
+        default="auto",
+        help="what ranks configurations: the TPU compiler and the cost model; the grid alone "
+        "(roofline); time on the TPU that TorchTPU owns (device); or the compiler and, where there "
+        "is such a chip, that time of its best few (auto, the default)",
     )
     parser.add_argument(
         "--timeout-s",
@@ -114,8 +123,9 @@ def _tune_call(options: argparse.Namespace, output: Output, workers: RayWorkers 
     from tpu_kernels.tuning import autotune
 
     kernel = find_kernel(options.kernel, options.imports)
-    # Only types count: nothing is executed for a target.
     args, kwargs = call_arguments(options.arguments, empty_tensor)
+    if (fill := _filling(options)) is not None:
+        args, kwargs = fill(args), fill(kwargs)
     reports = []
     chips = targets(options.target)
     for target in chips:
@@ -137,6 +147,19 @@ def _tune_call(options: argparse.Namespace, output: Output, workers: RayWorkers 
     return ok
 
 
+def _filling(options: argparse.Namespace) -> Callable[[Any], Any] | None:
+    """What gives arguments values; None where only their types count: nothing is executed."""
+    from tpu_kernels.tuning import device
+
+    if options.measure == "device" and device.current() is None:
+        raise ArgumentError(
+            "tune: --measure device needs a TPU that TorchTPU owns in this process",
+            hint="without one, leave --measure out",
+        )
+    measured = options.measure in ("auto", "device") and device.current() is not None
+    return with_values if measured else None
+
+
 def _draw(reports: list[TuneReport], options: argparse.Namespace, output: Output) -> None:
     if options.plot is None:
         return
@@ -149,6 +172,7 @@ def _draw(reports: list[TuneReport], options: argparse.Namespace, output: Output
 def _limits(options: argparse.Namespace) -> dict[str, Any]:
     given = {
         "configs": parse_choices(options.configs) or None,
+        "measure": options.measure,
         "timeout_s": options.timeout_s,
         "budget_s": options.budget_s,
         "trials": options.trials,
@@ -195,6 +219,7 @@ def _tune_workload(
             kernels,
             chips,
             started=lambda call, target: shown.search(f"{call} for {target}"),
+            fill=_filling(options),
             workers=workers,
             **_limits(options),
         ):

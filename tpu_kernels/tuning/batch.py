@@ -43,6 +43,7 @@ def tune_workload(
     targets: list[str],
     *,
     budget_s: float | None = None,
+    fill: Callable[[Any], Any] | None = None,
     started: Callable[[WorkloadCall, str], Mapping[str, Any] | None] | None = None,
     **options: Any,
 ) -> Iterator[BatchResult]:
@@ -53,6 +54,7 @@ def tune_workload(
         kernels: The kernels by name; calls of others are left out with a reason.
         targets: The chips.
         budget_s: Seconds for all; what is left is divided among the calls that are left.
+        fill: Gives the arguments of a call values, for measures that run kernels.
         started: Called before each call; what it returns are more options of `autotune` for it.
         **options: Passed to `autotune`.
 
@@ -82,7 +84,10 @@ def tune_workload(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TuningFallback)  # the report says it
-                report = autotune(kernel, (), target=target, **call.bind_arguments(kernel), **own)
+                arguments = call.bind_arguments(kernel)
+                if fill is not None:
+                    arguments = fill(arguments)
+                report = autotune(kernel, (), target=target, **arguments, **own)
         except KernelError as error:
             yield BatchResult(call, target, None, str(error))
         else:

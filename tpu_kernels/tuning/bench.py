@@ -17,6 +17,7 @@ from tpu_kernels.registry import reference as references
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.tuning import compare, xla
 from tpu_kernels.tuning.candidates import named_arguments, one_line
+from tpu_kernels.tuning.device import current
 from tpu_kernels.verify.compiling import compile as compile_kernel
 
 SIMULATED = "simulated device"
@@ -32,7 +33,8 @@ class BenchRow:
     Attributes:
         kernel: Name of the kernel.
         call: The arguments, for reports.
-        where: `SIMULATED`, or a chip, where times are estimates of the cost model.
+        where: `SIMULATED`, the name of TorchTPU's device, or a chip, where times are estimates of
+            the cost model.
         kernel_us: The kernel's time in µs, None where there is none.
         reference_us: The reference's; on a chip that of XLA's program for it.
         config: The kernel's config.
@@ -99,7 +101,7 @@ def on_chip(
     return BenchRow(kernel.name, call, target, own, other.cost, config, "; ".join(notes))
 
 
-def on_simulated_device(
+def on_device(
     kernel: Kernel,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -107,7 +109,9 @@ def on_simulated_device(
     call: str = "",
     rounds: int = _ROUNDS,
 ) -> BenchRow:
-    """Compare by times on the simulated device, in rounds, so that drift of the machine cancels.
+    """Compare by times on the TPU that TorchTPU owns in this process, else on the simulated device.
+
+    Measured in rounds, so that drift of the machine cancels.
 
     Args:
         kernel: The kernel.
@@ -121,7 +125,10 @@ def on_simulated_device(
     """
     from tpu_kernels.backends import device
 
-    device.install()
+    owned = current()
+    if owned is None:
+        device.install()
+    where = owned.name if owned is not None else SIMULATED
     args, kwargs = _moved(list(args)), _moved(dict(kwargs))
     config = kernel.bind(*args, **kwargs).config
     values = named_arguments(kernel, args, kwargs)
@@ -135,14 +142,14 @@ def on_simulated_device(
             results = [compare.leaves(run()) for run in runs]
             times[: len(runs)] = _times(runs, rounds)
         except (KernelError, RuntimeError, NotImplementedError) as error:
-            return BenchRow(kernel.name, call, SIMULATED, None, None, config, one_line(str(error)))
+            return BenchRow(kernel.name, call, where, None, None, config, one_line(str(error)))
     if len(results) == 2:
         shared = results[0][: len(results[1])]  # a reference may return fewer
         if reason := compare.difference(shared, results[1]):
             notes.append(f"results differ: {reason}")
     else:
         notes.append("nothing to compare with")
-    return BenchRow(kernel.name, call, SIMULATED, times[0], times[1], config, "; ".join(notes))
+    return BenchRow(kernel.name, call, where, times[0], times[1], config, "; ".join(notes))
 
 
 def _times(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float | None]:
@@ -155,9 +162,11 @@ def _times(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float | None]
 
 
 def _seconds(run: Callable[[], Any], count: int) -> float:
+    torch.accelerator.synchronize()
     started = time.perf_counter()
-    for _ in range(count):
-        run()
+    results = [run() for _ in range(count)]
+    torch.accelerator.synchronize()
+    del results  # kept until here: what nobody reads need not be computed
     return (time.perf_counter() - started) / count
 
 

@@ -132,7 +132,8 @@ def call_job(
     payload = pickling.dumps((function, arguments))
     if payload is None:
         return None
-    limited = pickling.dumps((child.limited, (payload, timeout_s)))
+    runs = function is not child.inspect
+    limited = pickling.dumps((child.limited, (payload, timeout_s, runs)))
     if limited is None:
         return None
     request = {"kind": "call", "sys_path": pickling.import_path()}

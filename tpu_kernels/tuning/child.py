@@ -6,6 +6,7 @@ candidate does there, hang, abort, print or eat memory, the tuning process only 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import signal
 import time
@@ -22,15 +23,17 @@ ALARM = signal.SIGALRM
 """The signal that ends a worker whose candidate is over its limit."""
 
 
-def limited(payload: bytes, limit_s: float) -> Any:
+def limited(payload: bytes, limit_s: float, runs: bool = False) -> Any:
     """Call a pickled function with a time limit that nothing in this process can hold up.
 
-    Imports and unpickling come first, outside the limit. The limit is a timer of the operating
-    system with the signal's default action: it ends the process even if native code never returns.
+    Imports, unpickling and JAX's own start come first, outside the limit. The limit is a timer of
+    the operating system with the signal's default action: it ends the process even if native code
+    never returns.
 
     Args:
         payload: Pickle of the function and its arguments.
         limit_s: Seconds that the call may take.
+        runs: Whether it runs a program on this machine's CPU.
 
     Returns:
         What the function returns.
@@ -39,12 +42,26 @@ def limited(payload: bytes, limit_s: float) -> Any:
     import torch  # noqa: F401
 
     function, arguments = pickle.loads(payload)
+    if runs:
+        _start()
     signal.signal(ALARM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return function(*arguments)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@functools.cache
+def _start() -> None:
+    """Let JAX start its CPU client and compiler: seconds on a busy machine, not the candidate's."""
+    import jax
+    import numpy as np
+
+    from tpu_kernels import _compat_jax
+
+    one = jax.device_put(np.ones(1, np.float32), _compat_jax.cpu_device())
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(one))
 
 
 @dataclass(frozen=True)
