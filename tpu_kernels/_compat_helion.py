@@ -47,8 +47,8 @@ def is_config(value: Any) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def retarget(kernel: Any, *, interpret: bool) -> Any:
-    """The same kernel for the Pallas backend, whatever backend it was decorated for.
+def retarget(kernel: Any, *, interpret: bool, backend: str = "pallas") -> Any:
+    """The same kernel for one of Helion's backends, whatever backend it was decorated for.
 
     Helion reads its environment variables when a kernel is decorated, and searches for a config on
     the first call of a kernel without one; both are settled here. The key function that a kernel
@@ -57,7 +57,7 @@ def retarget(kernel: Any, *, interpret: bool) -> Any:
     import helion
 
     settings = kernel.settings.copy(
-        backend="pallas",
+        backend=backend,
         pallas_interpret=interpret,
         dot_precision="default",
         autotune_effort="none",

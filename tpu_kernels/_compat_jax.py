@@ -322,8 +322,9 @@ def keep_callbacks_from_starting_backends() -> None:
     """
     from jax._src import callback
 
-    if not isinstance(callback.xb, _CallbackDevices):  # type: ignore[attr-defined]
-        callback.xb = _CallbackDevices(callback.xb)  # type: ignore[attr-defined]
+    module: Any = callback
+    if not isinstance(module.xb, _CallbackDevices):
+        module.xb = _CallbackDevices(module.xb)
 
 
 # --- Symbolic shapes

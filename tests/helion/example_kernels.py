@@ -281,7 +281,7 @@ def embedding(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out.view(*x.size(), width)
 
 
-@helion.kernel(config=Config(block_sizes=[64, 128, 128]))
+@helion.kernel(config=Config(block_sizes=[64, 128]))
 def gather_gemv(w: torch.Tensor, idx: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     b, s, _ = w.shape
     n = idx.size(0)
@@ -436,7 +436,7 @@ def mamba2_chunk_state(b: torch.Tensor, x: torch.Tensor, decay: torch.Tensor) ->
 @helion.kernel(config=Config(block_sizes=[64]))
 def gated_delta_states(w: torch.Tensor, u: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The recurrence over chunks of gated delta networks, its state kept in VMEM."""
-    chunks, length, d = k.shape
+    chunks, _, d = k.shape
     n = u.size(2)
     d, n = hl.specialize(d), hl.specialize(n)
     out = torch.empty([chunks, d, n], dtype=torch.float32, device=k.device)
@@ -449,7 +449,7 @@ def gated_delta_states(w: torch.Tensor, u: torch.Tensor, k: torch.Tensor) -> tor
     return out
 
 
-@helion.kernel(config=Config(block_sizes=[32, 128]))
+@helion.kernel(config=Config(block_sizes=[32]))
 def segment_sum(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows of ragged segments added up, bounds read from a tensor."""
     segments = offsets.size(0) - 1
@@ -515,7 +515,7 @@ def concat_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@helion.kernel(config=Config(block_sizes=[16, 128]))
+@helion.kernel(config=Config(block_sizes=[16]))
 def cumulative_sum(x: torch.Tensor) -> torch.Tensor:
     m, _ = x.shape
     out = torch.empty_like(x)

@@ -25,13 +25,14 @@ def ready() -> None:
         from tpu_kernels import versions
 
         versions.check(*versions.BASE)
-        from tpu_kernels.backends import cpu, device
+        from tpu_kernels.backends import cpu, device, helion_gpu
         from tpu_kernels.backends.device import backend as device_backend
         from tpu_kernels.backends.torch_tpu import detection
         from tpu_kernels.registry import cache_tag
 
         cache_tag.install()
         cpu.register()
+        helion_gpu.register()
         if detection.owns_device():
             from tpu_kernels.backends.torch_tpu import backend as torch_tpu_backend
 
