@@ -40,7 +40,9 @@ VMEM_BUDGET = 72 * MIB
 _PIECE = 8192
 _BETWEEN_PIECES = 200
 _STEP = 120  # cycles that a grid step costs by itself
-_FEWEST_ROWS = 128  # fewer do not make a product faster: loading the MXU's weights takes as long
+# Rows of a product, in widths of the MXU, below which it takes no less time: its weights have to be
+# loaded.
+_FEWEST_ROWS = 0.7
 _HBM_USABLE = 0.85
 _LATENCY = 1300  # cycles until a copy from HBM begins to arrive
 _COMMON = "v5e"  # whose figures serve where the chip is unknown
@@ -56,12 +58,14 @@ class Machine(NamedTuple):
     Attributes:
         macs: bfloat16 multiplications that a core makes in a cycle.
         bytes: Bytes that it gets from HBM in a cycle.
+        width: Rows and columns of a matrix unit.
         vmem: Bytes of VMEM that blocks may take.
         cores: Cores that share the grid.
     """
 
     macs: float
     bytes: float
+    width: int
     vmem: int
     cores: int
 
@@ -82,6 +86,7 @@ def _machine(device_kind: str | None) -> Machine:
     return Machine(
         macs=chip.peak_ops_per_s["bf16"] / 2 / chip.clock_hz,
         bytes=_HBM_USABLE * chip.hbm_bytes_per_s / chip.clock_hz,
+        width=chip.mxu_size,
         vmem=DEFAULT_VMEM if device_kind is None else max(DEFAULT_VMEM, share),
         cores=1 if device_kind is None else chip.cores_per_device,
     )
@@ -122,8 +127,8 @@ def _cycles(operands: Operands, plan: Plan, blocks: Blocks, chip: Machine) -> fl
     batch = _batch(operands.x)
     rows, columns, steps = -(-m // blocks.m), -(-n // blocks.n), -(-k // blocks.k)
     products = 1 if operands.up is None else 2
-    work = max(blocks.m, _FEWEST_ROWS) * round_up(blocks.n, LANES) * round_up(blocks.k, LANES)
-    work *= products * plan.passes(operands)
+    work = max(blocks.m, _FEWEST_ROWS * chip.width) * products * plan.passes(operands)
+    work *= round_up(blocks.n, chip.width) * round_up(blocks.k, chip.width)
     # Pieces of split operands split them again.
     between = _BETWEEN_PIECES * plan.passes(operands)
     step = work / chip.macs + _STEP + between * max(1.0, work / chip.macs / _PIECE)
@@ -133,13 +138,14 @@ def _cycles(operands: Operands, plan: Plan, blocks: Blocks, chip: Machine) -> fl
     stored = results * (1 if operands.residual is None else 2) / chip.bytes
 
     def longest(copies: float) -> float:
-        return max(step, copies, (copies + _LATENCY) / 2)  # the copies of two steps are under way
+        # The copies of two steps are under way at a time.
+        return max(step, copies + _STEP, (copies + _LATENCY) / 2)
 
     if steps > 1:
         line = columns * ((steps - 1) * longest(x + y) + longest(x + y + stored))
     else:  # with K in one piece, a block of x stays while the columns pass by
         line = (columns - 1) * longest(y + stored) + longest(x + y + stored)
-    return -(-batch * rows // chip.cores) * line + _LATENCY + x + y + stored
+    return float(-(-batch * rows // chip.cores) * line + _LATENCY + x + y + stored)
 
 
 def _batch(x: Any) -> int:

@@ -168,7 +168,8 @@ def _added(ref: Any, at: _Place) -> jax.Array:
         at.rows if rows > 1 else slice(None),
         at.columns if columns > 1 else slice(None),
     ]
-    return part.astype(jnp.float32)
+    wide: jax.Array = part.astype(jnp.float32)
+    return wide
 
 
 # Launcher -----------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def _specs(arrays: Operands, plan: Plan, blocks: Blocks) -> dict[str, pl.BlockSp
 
 def _added_spec(shape: Sequence[int], blocks: Blocks) -> pl.BlockSpec:
     """Blocks of an operand that is added: where it has one element, that one stays."""
-    block = [None] * (len(shape) - 2)
+    block: list[int | None] = [None] * (len(shape) - 2)
     block += [min(size, b) for size, b in zip(shape[-2:], (blocks.m, blocks.n), strict=True)]
 
     def place(*at: Any) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the wider operand, which is what is multiplied."""
-        return max(self.x.dtype.itemsize, self.y.dtype.itemsize)
+        return max(int(self.x.dtype.itemsize), int(self.y.dtype.itemsize))
 
 
 @dataclasses.dataclass(frozen=True)
