@@ -206,11 +206,10 @@ def _check_values(options: Options, kernel: str, where: str) -> None:
             raise refuse(option, "a function")
     configs = options.configs
     if isinstance(configs, Mapping):
-        if any(isinstance(v, str) or not isinstance(v, Iterable) for v in configs.values()):
+        if not all(map(_is_list, configs.values())):
             raise refuse("configs", "a dict of lists of candidates")
-    elif configs is not None and not callable(configs):
-        if isinstance(configs, str) or not isinstance(configs, Iterable):
-            raise refuse("configs", "a dict of lists, a list of dicts, or a function")
+    elif configs is not None and not callable(configs) and not _is_list(configs):
+        raise refuse("configs", "a dict of lists, a list of dicts, or a function")
     if options.cache_dir is not None and not isinstance(options.cache_dir, (str, os.PathLike)):
         raise refuse("cache_dir", "a path")
     if options.precision is not None:
@@ -221,6 +220,10 @@ def _check_values(options: Options, kernel: str, where: str) -> None:
                 pass
         except ValueError:
             raise refuse("precision", "one that jax.default_matmul_precision takes") from None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 def check_options(spec: KernelSpec, where: str) -> None:

@@ -143,7 +143,7 @@ def uninitialised(x: jax.Array) -> jax.Array:
 
 @tk.tpu_kernel("check_test::race")
 def race(x: jax.Array, *, early: str = "no") -> jax.Array:
-    """Copy by DMA; with `early`, read the copy before it has arrived."""
+    """Copy by DMA; with `early`, read the copy before it has arrived, or never wait for it."""
 
     def body(a: Any, o: Any, buffer: Any, semaphore: Any) -> None:
         copy = pltpu.make_async_copy(a, buffer, semaphore)
@@ -151,6 +151,8 @@ def race(x: jax.Array, *, early: str = "no") -> jax.Array:
         if early == "yes":
             o[...] = buffer[...]
             copy.wait()
+        elif early == "never":
+            o[...] = jnp.ones_like(o)
         else:
             copy.wait()
             o[...] = buffer[...]
@@ -168,6 +170,28 @@ def leak(x: jax.Array) -> jax.Array:
         o[...] = a[...]
 
     return _whole(body, x, scratch_shapes=[pltpu.SemaphoreType.REGULAR])
+
+
+@tk.tpu_kernel("check_test::deadlock", reference=lambda x: x)
+def deadlock(x: jax.Array) -> jax.Array:
+    """Wait for a semaphore that nobody signals."""
+
+    def body(a: Any, o: Any, semaphore: Any) -> None:
+        pl.semaphore_wait(semaphore, 1)
+        o[...] = a[...]
+
+    return _whole(body, x, scratch_shapes=[pltpu.SemaphoreType.REGULAR])
+
+
+@tk.tpu_kernel("check_test::endless_map")
+def endless_map(x: jax.Array) -> jax.Array:
+    """Has an index map that does not end."""
+
+    def endless(i: Any) -> Any:
+        while True:
+            pass
+
+    return _whole(lambda a, o: None, x, grid=(1,), in_specs=[pl.BlockSpec(TILE, endless)])
 
 
 @tk.tpu_kernel("check_test::transposed", reference=lambda x: x)

@@ -160,6 +160,32 @@ def test_a_kernel_that_does_not_end_is_a_row(monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - started < 60
 
 
+def test_a_copy_that_is_never_waited_for_is_found() -> None:
+    row = row_of("races", kernels.race, early="never")
+    assert row.status == "failed"
+    assert "never waited for" in row.what
+    assert row.source_line == "copy.start()"
+
+
+def test_what_would_hang_this_process_is_not_run_in_it() -> None:
+    passes = ("op", "numerics", "races")
+    report = check(kernels.deadlock, (X,), passes=passes, timeout_s=2.0)
+    assert [row.status for row in report.rows] == ["skipped", "skipped", "failed"]
+    assert "timeout after 2 s" in report.row("races").what
+    assert "pl.pallas_call" in (report.row("races").source_line or "")
+
+
+@pytest.mark.parametrize("target", [None, ["v6e", "v5e"]])
+def test_an_index_map_that_does_not_end_is_named(target: Any) -> None:
+    report = check(kernels.endless_map, (X,), target=target, passes=("grid",), timeout_s=0.5)
+    assert not report.ok
+    text = report.text
+    assert "tracing the kernel: it did not end within 0.5 s" in text
+    assert "checked_kernels.py" in text
+    assert "while True:" in text or "pass" in text
+    assert "ok" not in text
+
+
 def test_a_mistake_in_the_body_is_told_once_with_its_line() -> None:
     report = check(kernels.transposed, (X,))
     assert [row.status for row in report.rows][:2] == ["failed", "skipped"]

@@ -21,8 +21,10 @@ from tpu_kernels.compiler.diagnose import diagnose
 from tpu_kernels.compiler.pool import Job, Outcome, Workers, shared_pool
 from tpu_kernels.compiler.report import CompileReport
 from tpu_kernels.compiler.result_cache import ResultCache
+from tpu_kernels.compiler.time_limit import time_limit
 from tpu_kernels.compiler.versions import jax_version, libtpu_version, why_unavailable
 from tpu_kernels.config import settings
+from tpu_kernels.errors import TraceTimeout
 
 if TYPE_CHECKING:
     from tpu_kernels.compiler.lowering import Program
@@ -45,7 +47,7 @@ class Request:
         target: What to compile for.
         name: Name for the report.
         where: ``file:line`` to report where nothing more exact is known.
-        timeout_s: Seconds that the compiler may take.
+        timeout_s: Seconds that tracing, and then the compiler, may take.
         memory_bytes: Memory that its process may occupy.
         isolate: Trace and lower in the worker process too, for code that may hang or abort.
         cache: Use and keep results on disk.
@@ -96,7 +98,7 @@ def compile_function(
         target: Chip, or chip and topology.
         name: Name for the report.
         where: ``file:line`` to report where nothing more exact is known.
-        timeout_s: Seconds that the compiler may take.
+        timeout_s: Seconds that tracing, and then the compiler, may take.
         memory_limit: Bytes of memory that its process may occupy.
         isolate: Trace and lower in the worker process too, for code that may hang or abort.
         cache: Look the result up on disk first, and keep it there.
@@ -196,10 +198,12 @@ def _prepare(request: Request) -> tuple[CompileReport | None, _Lowered, Job | No
         if payload is not None:
             return None, _Lowered(), _function_job(request, payload)
     try:
-        with _lowering_lock:
+        with _lowering_lock, time_limit(request.timeout_s, "tracing"):
             program = request.program or lowering.lower(
                 request.fn, request.avals, request.target, request.concrete
             )
+    except TraceTimeout as error:
+        return _untraced(request, error), _Lowered(), None
     except Exception as error:
         result = jobs.failure("lower", error)
         return _report(request, _Lowered(), result), _Lowered(), None
@@ -223,6 +227,19 @@ def _prepare(request: Request) -> tuple[CompileReport | None, _Lowered, Job | No
     payload = pickle.dumps((program.text, program.scalars))
     job = Job(request_fields, payload, request.timeout_s, request.memory_bytes)
     return None, lowered, job
+
+
+def _untraced(request: Request, error: TraceTimeout) -> CompileReport:
+    """The report where the author's code does not end; as where it runs in a worker."""
+    place = locations.from_exception(error)
+    return _blank(
+        request,
+        "timeout",
+        error=f"timeout after {request.timeout_s:g} s",
+        hint="the author's own code was running there, not yet the compiler",
+        where=str(place) if place else request.where,
+        source_line=(place.text or None) if place else None,
+    )
 
 
 def _function_job(request: Request, payload: bytes) -> Job:

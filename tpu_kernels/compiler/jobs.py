@@ -13,6 +13,7 @@ author's is known.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 import time
@@ -26,12 +27,15 @@ from tpu_kernels.errors import KernelError
 DUMP_FOLDER = "llo"
 
 
-def run(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def run(
+    job: Mapping[str, Any], folder: Path, loaded: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Carry out one job.
 
     Args:
         job: The job; ``"kind"`` selects what to do.
         folder: The worker's folder; libtpu writes its dumps to a folder in it.
+        loaded: Called when a ``"call"`` job has loaded its payload.
 
     Returns:
         The result.
@@ -42,7 +46,7 @@ def run(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     kinds: Mapping[str, Callable[[Mapping[str, Any], Path], dict[str, Any]]] = {
         "module": _module,
         "function": _function,
-        "call": _call,
+        "call": functools.partial(_call, loaded=loaded),
     }
     return kinds[job["kind"]](job, folder)
 
@@ -80,9 +84,10 @@ def _function(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {**_compile(program.text, job, folder, program.scalars), **lowered}
 
 
-def _call(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _call(job: Mapping[str, Any], folder: Path, loaded: Callable[[], None]) -> dict[str, Any]:
     try:
         fn, arguments = _unpickle(job)
+        loaded()
         value = fn(*arguments)
         out = folder / "value.pickle"
         out.write_bytes(pickle.dumps(value))

@@ -146,6 +146,17 @@ def grid_calls(jaxpr: Any) -> list[GridCall]:
     return list(_walk(inner, {var: number for number, var in enumerate(inner.invars)}))
 
 
+def copy_starts(jaxpr: Any) -> list[str | None]:
+    """Where the kernels of a traced program start copies of their own, as ``file:line``."""
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "dma_start":
+            found.append(_compat_jax.equation_place(eqn))
+        for inner in _compat_jax.inner_jaxprs(eqn):
+            found.extend(copy_starts(inner))
+    return found
+
+
 def _walk(jaxpr: Any, known: dict[Any, int]) -> Iterator[GridCall]:
     """Calls of a jaxpr; `known` says which variables stem from which argument alone."""
     for eqn in jaxpr.eqns:

@@ -40,6 +40,8 @@ class Job:
         timeout_s: Seconds that it may take, not counting the start of a worker.
         memory_bytes: Resident memory that its worker may occupy.
         files: Files of this machine that it reads; workers elsewhere get copies at the same paths.
+        load_s: Seconds besides that a ``"call"`` job may take to load its payload, which imports
+            the author's modules.
     """
 
     request: dict[str, Any]
@@ -47,6 +49,7 @@ class Job:
     timeout_s: float = 600.0
     memory_bytes: int = 12_000_000_000
     files: tuple[str, ...] = ()
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,17 @@ class _Running:
         self.index = index
         self.job = job
         self.sent = False
+        self.loading = job.load_s > 0
         self.since = time.monotonic()
 
     def begin(self, worker: WorkerProcess) -> None:
         worker.send(self.job.request, self.job.payload)
         self.sent = True
+        self.since = time.monotonic()
+
+    def loaded(self) -> None:
+        """From here on the job's own time counts."""
+        self.loading = False
         self.since = time.monotonic()
 
     @property
@@ -112,6 +121,8 @@ class _Running:
     def excess(self, worker: WorkerProcess) -> Outcome | None:
         """The outcome if the job is over one of its limits."""
         limit = self.job.timeout_s if self.sent else _START_LIMIT_S
+        if self.sent and self.loading:
+            limit += self.job.load_s
         if self.seconds > limit:
             if not self.sent:
                 detail = f"the worker did not start within {limit:g} s"
@@ -218,6 +229,11 @@ class Pool:
                 worker.ready = True
                 current.begin(worker)
                 return
+            if message.get("loaded"):
+                current.loaded()
+                message = worker.receive()  # the answer may have come with it
+                if message is None:
+                    return
         except WorkerDied as death:
             del running[worker]
             self._discard(worker)

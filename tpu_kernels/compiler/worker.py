@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     while True:
         job = json.loads(lines.get())
         try:
-            result = jobs.run(job, folder)
+            result = jobs.run(job, folder, lambda: _answer(answers, {"loaded": True}))
         except BaseException as error:
             # Even SystemExit of a candidate is a result: the parent must hear of it, and the worker
             # goes on.

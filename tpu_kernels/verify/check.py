@@ -11,7 +11,7 @@ from typing import Any, overload
 from tpu_kernels.compiler import Target, resolve
 from tpu_kernels.compiler.pallas_grid import grid_calls
 from tpu_kernels.config import settings
-from tpu_kernels.errors import ArgumentError
+from tpu_kernels.errors import ArgumentError, TraceTimeout
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.overrides import Override
 from tpu_kernels.verify.calls import GivenCall
@@ -112,7 +112,7 @@ def check(
         target: A chip (``"v6e"``), or a sequence of them; None asks no compiler.
         passes: What to run. By default the first seven passes above where no target is given;
             with a target the passes that need no run (``"grid"``) and the compiler.
-        timeout_s: Seconds that a run in another process, or one compilation, may take.
+        timeout_s: Seconds that tracing, a run in another process, or one compilation may take.
         cache: Whether to use the compiler's earlier results.
         shrink_s: Seconds to spend, where a pass that runs the kernel fails, on looking for the
             smallest call that fails in the same way; 0 for none.
@@ -233,6 +233,9 @@ def _for_targets(
         found = rows[target.name] = list(shared)
         try:
             jaxpr = subject.trace(target)
+        except TraceTimeout as error:  # which the compiler's process would only wait for again
+            found.append(failed_with(compiled.NAME, "tracing the kernel", error, subject.where))
+            continue
         except Exception:
             limits.append((target, None))  # the compile row tells what tracing raises, and where
             continue

@@ -19,8 +19,9 @@ from tpu_kernels.compiler import (
     compile_all,
     resolve,
 )
+from tpu_kernels.compiler.time_limit import time_limit
 from tpu_kernels.dsl import dtypes, source
-from tpu_kernels.errors import ArgumentError, DTypeError, TraceError
+from tpu_kernels.errors import ArgumentError, DTypeError, TraceError, TraceTimeout
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.verify import modules
 
@@ -115,7 +116,7 @@ def compile(
             run --torch-tpu``, or on a machine with a TPU).
         backward: Of a model, compile the gradients of its parameters in the same program. Its
             result is the loss, or summed up to one.
-        timeout_s: Seconds that the compiler may take for one target.
+        timeout_s: Seconds that tracing, and then the compiler, may take for one target.
         cache: Look results up on disk first, and keep them there.
         dump: Folder to write StableHLO, Mosaic and LLO texts to, one subfolder for each of several
             targets. **kwargs: Keyword arguments of the kernel.
@@ -146,7 +147,7 @@ def compile(
     requests = []
     program = None
     if via == "jax":
-        program = _program(kernel, tuple(args), config, kwargs, backward=backward)
+        program = _program(kernel, tuple(args), config, kwargs, timeout_s, backward=backward)
     for each in targets:
         folder = None if dump is None else Path(dump)
         if folder is not None and len(targets) > 1:
@@ -203,6 +204,7 @@ def _program(
     args: tuple[Any, ...],
     config: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any],
+    timeout_s: float,
     *,
     backward: bool,
 ) -> Traceable:
@@ -225,17 +227,20 @@ def _program(
         if found is None:
             raise
         return found
-    if _fails(program):
+    if _fails(program, timeout_s):
         return _perhaps_torch(kernel, args, kwargs) or program
     return program
 
 
-def _fails(program: Traceable) -> bool:
+def _fails(program: Traceable, timeout_s: float) -> bool:
     """Whether JAX cannot trace a function: its report will say so, unless it is torch code."""
     import jax
 
     try:
-        jax.eval_shape(program.function_for(resolve("v6e")), *program.avals)
+        with time_limit(timeout_s, "tracing"):
+            jax.eval_shape(program.function_for(resolve("v6e")), *program.avals)
+    except TraceTimeout:
+        return False  # torch code raises at once
     except Exception:
         return True
     return False

@@ -87,10 +87,15 @@ class CheckReport:
               grid        ok          4 points
               grad        skipped     none
         """
+        return self.text_without(())
+
+    def text_without(self, told: Sequence[CheckRow]) -> str:
+        """The report for people but for rows that they have seen; these count for the verdict."""
         on = f" on {self.target}" if self.target else ""
         lines = [f"{self.kernel}{on}: {self._verdict}"]
         for row in self.rows:
-            lines.extend(f"  {line}" for line in row.text.splitlines())
+            if row not in told:
+                lines.extend(f"  {line}" for line in row.text.splitlines())
         return "\n".join(lines)
 
     @property
@@ -170,11 +175,11 @@ class CheckReports(Mapping[str, CheckReport]):
         """All reports for people; rows that are the same for every target are told once."""
         reports = list(self._reports.values())
         shared = [row for row in reports[0].rows if all(row in each.rows for each in reports[1:])]
-        lines = []
-        if shared and len(reports) > 1:
-            lines.append(CheckReport(reports[0].kernel, None, tuple(shared)).text)
-            reports = [_without(report, shared) for report in reports]
-        return "\n".join([*lines, *(report.text for report in reports)])
+        if not shared or len(reports) == 1:
+            return "\n".join(report.text for report in reports)
+        told = [CheckReport(reports[0].kernel, None, tuple(shared)).text]
+        told += [report.text_without(shared) for report in reports]
+        return "\n".join(told)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all reports as plain data, by target."""
@@ -186,7 +191,3 @@ class CheckReports(Mapping[str, CheckReport]):
     def __repr__(self) -> str:
         verdicts = {target: report.ok for target, report in self._reports.items()}
         return f"CheckReports({verdicts})"
-
-
-def _without(report: CheckReport, rows: Sequence[CheckRow]) -> CheckReport:
-    return dataclasses.replace(report, rows=tuple(row for row in report.rows if row not in rows))

@@ -13,8 +13,16 @@ import torch
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import Target, locations
-from tpu_kernels.compiler.pallas_grid import GridCall, argument_of, grid_calls, trace
+from tpu_kernels.compiler.pallas_grid import (
+    GridCall,
+    argument_of,
+    copy_starts,
+    grid_calls,
+    trace,
+)
+from tpu_kernels.compiler.time_limit import time_limit
 from tpu_kernels.dsl import dtypes
+from tpu_kernels.errors import TraceTimeout
 from tpu_kernels.registry.binding import Bound
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.registry.layout import flat_names, join
@@ -115,9 +123,29 @@ class Subject:
         """The Pallas calls of the program on the default target."""
         return grid_calls(self.jaxpr)
 
+    @functools.cached_property
+    def copy_starts(self) -> list[str | None]:
+        """Where its kernels start copies of their own, as ``file:line``."""
+        return copy_starts(self.jaxpr)
+
     def trace(self, target: Target) -> Any:
-        """The traced program as a target sees it."""
-        return trace(self.program.function_for(target), self.program.avals, target)
+        """The traced program as a target sees it.
+
+        Raises:
+            TraceTimeout: The author's code did not end; it is not tried a second time.
+        """
+        if self._endless:
+            raise self._endless[0]
+        try:
+            with time_limit(self.timeout_s, "it"):
+                return trace(self.program.function_for(target), self.program.avals, target)
+        except TraceTimeout as error:
+            self._endless.append(error)
+            raise
+
+    @functools.cached_property
+    def _endless(self) -> list[TraceTimeout]:
+        return []
 
     def interpreted(self, mode: Any) -> Callable[..., Any]:
         """The program for the CPU, with a Pallas interpreter, in a form that can be pickled.
@@ -173,6 +201,8 @@ def failed_with(name: str, doing: str, error: BaseException, where: str | None) 
     while told.__cause__ is not None and type(told).__module__.startswith("tpu_kernels"):
         told = told.__cause__
     lines = str(told).strip().splitlines() or [""]
+    if isinstance(error, TraceTimeout):
+        return failed(name, f"{doing}: {error.problem}", error.where or where, error.hint)
     return failed(
         name, f"{doing} raised {type(told).__name__}: {lines[0]}", str(place) if place else where
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tpu_kernels.verify.passes.edges import differing
 from tpu_kernels.verify.passes.interpreter import interpreted, unsuitable
-from tpu_kernels.verify.passes.isolated import Lost, run_isolated, tpu_runs
+from tpu_kernels.verify.passes.isolated import Lost, lost, run_isolated, tpu_runs
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed
 
@@ -20,7 +20,7 @@ def run(subject: Subject) -> CheckRow:
     runs = [interpreted(subject, random_seed=seed) for seed in _SEEDS]
     found = run_isolated(tpu_runs, (runs, subject.arrays), subject.timeout_s)
     if isinstance(found, Lost):
-        return CheckRow(NAME, found.status, found.reason)
+        return lost(NAME, found, subject)
     for outcome in found:
         if outcome.error is not None:
             line = next(line for line in outcome.error.splitlines() if line.strip())

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from tpu_kernels.compiler.pallas_grid import Block, block_indices, block_name, point_name
-from tpu_kernels.verify.passes.isolated import Lost, Outcome, plain_runs, run_isolated
+from tpu_kernels.verify.passes.isolated import (
+    Lost,
+    Outcome,
+    lost,
+    plain_runs,
+    run_isolated,
+)
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed, one_of
 
@@ -33,7 +39,7 @@ def run(subject: Subject) -> CheckRow:
     arguments = (subject.interpreted(True), subject.arrays, _PATTERNS)
     found = run_isolated(plain_runs, arguments, subject.timeout_s)
     if isinstance(found, Lost):
-        return CheckRow(NAME, found.status, found.reason)
+        return lost(NAME, found, subject)
     for outcome in found:
         if outcome.error is not None:
             first = outcome.error.splitlines()[0]

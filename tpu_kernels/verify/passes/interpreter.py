@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpu_kernels.verify.passes.edges import differing
-from tpu_kernels.verify.passes.isolated import Lost, Outcome, run_isolated, tpu_runs
+from tpu_kernels.verify.passes.isolated import Lost, Outcome, lost, run_isolated, tpu_runs
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed, guarded
 
@@ -20,6 +20,7 @@ _MOST_BYTES = 256 << 20
 _OUT_OF_BOUNDS = re.compile(r"Out-of-bounds [^\n]*|[^\n]*[Oo]ut of bounds[^\n]*")
 _REVISITED = re.compile(r"Revisited block [^\n]*")
 _SEMAPHORE = re.compile(r"Semaphore \d+ has non-zero count[^\n]*")
+_PAIRS = "every start() of a copy needs its wait(), every signal its wait"
 _RACE_LINE = re.compile(r"(?P<file>/[^\s:]+\.py):(?P<line>\d+)")
 
 
@@ -46,10 +47,14 @@ def run(subject: Subject, names: Sequence[str]) -> dict[str, CheckRow]:
     if "nan" in names:
         zero = {"uninitialized_memory": "zero"}
         modes["zero"] = {"out_of_bounds_reads": "uninitialized", **zero}
+    if "races" in names and subject.copy_starts:
+        # A copy that nobody waits for never happens in the other runs, so leaves no trace there.
+        modes["eager"] = {"dma_execution_mode": "eager", "out_of_bounds_reads": "uninitialized"}
     runs = [interpreted(subject, **mode) for mode in modes.values()]
     found = run_isolated(tpu_runs, (runs, subject.arrays), subject.timeout_s)
     if isinstance(found, Lost):
-        return {name: CheckRow(name, found.status, found.reason) for name in names}
+        row = lost(names[0], found, subject)
+        return {name: dataclasses.replace(row, name=name) for name in names}
     outcomes = dict(zip(modes, found, strict=True))
     judges: dict[str, Callable[[], CheckRow]] = {
         "races": lambda: _races(subject, outcomes),
@@ -87,6 +92,8 @@ def interpreted(subject: Subject, **parameters: Any) -> Callable[..., Any]:
 def _races(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
     outcome = outcomes["strict"]
     leak = _SEMAPHORE.search(outcome.printed)
+    eager = outcomes.get("eager")
+    unwaited = None if eager is None else _SEMAPHORE.search(eager.printed)
     if outcome.raced:
         report = outcome.printed.partition("RACE DETECTED")[2].strip().splitlines()
         told = [line.strip() for line in report if line.strip() and "clock:" not in line][:2]
@@ -94,8 +101,10 @@ def _races(subject: Subject, outcomes: dict[str, Outcome]) -> CheckRow:
         hint = "wait for the copy (.wait()) before its source or destination is used again"
         return failed("races", what, _first_place("\n".join(told)) or subject.call_place, hint)
     if leak is not None:
-        hint = "every start() of a copy needs its wait(), every signal its wait"
-        return failed("races", f"semaphore leak: {leak[0]}", subject.call_place, hint)
+        return failed("races", f"semaphore leak: {leak[0]}", subject.call_place, _PAIRS)
+    if unwaited is not None:
+        what = f"a copy is started and never waited for: {unwaited[0]}"
+        return failed("races", what, _only(subject.copy_starts) or subject.call_place, _PAIRS)
     stopped = _stopped("races", subject, outcome)
     return stopped or CheckRow("races", "ok", "no data race, no semaphore left signalled")
 
@@ -149,6 +158,10 @@ def _stopped(name: str, subject: Subject, outcome: Outcome) -> CheckRow | None:
         return CheckRow(name, "unavailable", f"the interpreter cannot run this kernel: {first}")
     what = f"the interpreter raised {outcome.error_type}: {first}"
     return failed(name, what, outcome.place or subject.call_place)
+
+
+def _only(places: Sequence[str | None]) -> str | None:
+    return places[0] if len(set(places)) == 1 else None
 
 
 def _first_place(text: str) -> str | None:

@@ -19,7 +19,14 @@ import numpy as np
 from tpu_kernels import _compat_jax
 from tpu_kernels.compiler import locations, pickling
 from tpu_kernels.compiler.pool import Job, shared_pool
+from tpu_kernels.verify.report import CheckRow
+from tpu_kernels.verify.subject import Subject, failed
 
+ENDED = "the interpreter's process ended"
+_ENDLESS = (
+    "does a loop end, and does every wait() get its start() or signal? If it is only slow, raise "
+    "timeout_s or pass a smaller problem"
+)
 _START_S = 60.0  # for the import of the author's modules, on a machine that may be busy
 # XLA's simplifier turns `v * mask` into a selection, which a TPU kernel does not: NaN x 0 is NaN.
 _OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "algsimp"}
@@ -53,10 +60,27 @@ class Lost:
     Attributes:
         status: Status for the row: ``"failed"`` or ``"unavailable"``.
         reason: In words.
+        place: The author's ``file:line`` that was running, if that is known.
+        hint: What to do.
     """
 
     status: str
     reason: str
+    place: str | None = None
+    hint: str | None = None
+
+
+def lost(name: str, found: Lost, subject: Subject) -> CheckRow:
+    """The row of a pass whose run gave nothing.
+
+    Args:
+        name: Name of the pass.
+        found: Why there is no outcome.
+        subject: What was run.
+    """
+    if found.status != "failed":
+        return CheckRow(name, found.status, found.reason)
+    return failed(name, found.reason, found.place or subject.call_place, found.hint)
 
 
 def run_isolated(
@@ -79,9 +103,11 @@ def run_isolated(
             "the kernel cannot be sent to another process: something that it uses has no pickle",
         )
     request = {"kind": "call", "sys_path": pickling.import_path()}
-    done = shared_pool().run(Job(request, payload, timeout_s + _START_S))
+    done = shared_pool().run(Job(request, payload, timeout_s, load_s=_START_S))
     if done.status != "done":
-        return Lost("failed", f"the interpreter's process ended: {done.detail}")
+        place = locations.from_fault(done.log)
+        hint = _ENDLESS if done.status == "timeout" else None
+        return Lost("failed", f"{ENDED}: {done.detail}", str(place) if place else None, hint)
     if not done.result.get("ok"):
         message = str(done.result.get("message")).splitlines()[0]
         return Lost("unavailable", f"{done.result.get('type')}: {message}")

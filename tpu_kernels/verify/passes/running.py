@@ -7,7 +7,15 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tpu_kernels.verify.passes import determinism, edges, gradients, interpreter, numerics, operator
+from tpu_kernels.verify.passes import (
+    determinism,
+    edges,
+    gradients,
+    interpreter,
+    isolated,
+    numerics,
+    operator,
+)
 from tpu_kernels.verify.report import CheckRow
 from tpu_kernels.verify.subject import Subject, failed_with, guarded
 
@@ -20,6 +28,7 @@ _SINGLE: dict[str, Callable[[Subject], CheckRow]] = {
     "determinism": determinism.run,
 }
 PASSES = (*_SINGLE, *INTERPRETED)
+_HERE = ("op", "numerics", "grad")
 
 
 def run(names: Sequence[str], subject: Subject) -> Iterator[CheckRow]:
@@ -40,14 +49,17 @@ def run(names: Sequence[str], subject: Subject) -> Iterator[CheckRow]:
         for name in names[1:]:
             yield CheckRow(name, "skipped", f"the kernel cannot be run: see {names[0]!r}")
         return
-    shared: dict[str, CheckRow] = {}
+    # First what runs in a process of its own: what ends that one would end this one, or hang it.
+    wanted = [each for each in names if each in INTERPRETED]
+    shared = interpreter.run(subject, wanted) if wanted else {}
+    lost = next((name for name, row in shared.items() if row.what.startswith(isolated.ENDED)), None)
     for name in names:
         started = time.perf_counter()
-        if name in INTERPRETED:
-            if not shared:
-                wanted = [each for each in names if each in INTERPRETED]
-                shared = interpreter.run(subject, wanted)
+        if name in shared:
             yield shared[name]
+            continue
+        if lost is not None and name in _HERE:
+            yield CheckRow(name, "skipped", f"it would run in this process: see {lost!r}")
             continue
         single = _SINGLE[name]
         row = guarded(name, functools.partial(single, subject))
