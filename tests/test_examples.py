@@ -72,3 +72,10 @@ def test_the_attention_example_trains_and_compiles(tmp_path: Path) -> None:
     printed = run(tmp_path, str(EXAMPLES / "attention.py"))
     assert "The losses agree; the kernel answered 12 calls." in printed
     assert "tpu::attention on v6e: ok" in printed
+
+
+@pytest.mark.libtpu
+def test_the_fused_linear_example_trains_and_compiles(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(EXAMPLES / "fused_linear.py"))
+    assert "The losses agree; the override answered" in printed
+    assert "tpu::gated_matmul on v6e: ok" in printed
