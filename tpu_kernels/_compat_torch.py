@@ -556,6 +556,17 @@ def expression_of(size: Any) -> Any | None:
     return None if size.node.maybe_as_int() is not None else size.node.expr
 
 
+def bounds_of(size: Any) -> tuple[int, int] | None:
+    """Return the least and the greatest value of a symbolic size, None if it has no greatest."""
+    expression = expression_of(size)
+    if expression is None:
+        return None
+    found = size.node.shape_env.bound_sympy(expression)
+    if not (found.lower.is_Integer and found.upper.is_Integer) or found.upper >= 2**31:
+        return None
+    return int(found.lower), int(found.upper)
+
+
 def fake_mode() -> Any:
     """Return a fresh mode in which tensors have no values; torch exports none publicly."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -2,9 +2,9 @@
 
 A BlockMask lists, for each block of queries, the blocks of keys that hold something to see, and
 apart from them those of which everything is seen. Its blocks are small (128 x 128 by default); a
-kernel's are large, and come in parts. A part is empty, full or cut according to the small blocks
-in it, and a block is one of a few patterns of parts, each of which is a branch of the kernel: full;
-cut along the diagonal, with empty parts above or below it; or cut anywhere.
+kernel's are large, and come in parts. By the small blocks in it, a block is one of a few patterns,
+each of which is a branch of the kernel: full; cut along the diagonal, with nothing to compute above
+or below it, and nothing to mask elsewhere; or cut anywhere.
 
 As in `attention_blocks`, the grid walks a list in scalar memory, and its length is that of the
 list: an empty block costs neither a step nor a copy. Here the list is computed by XLA, from the
@@ -14,62 +14,128 @@ BlockMask's tensors; if those are NumPy arrays, when the program is traced.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_kernels.ops.attention_blocks import (
-    EMPTY,
-    FIRST,
-    FULL,
-    KIND_SHIFT,
-    LAST,
-    Part,
-)
+from tpu_kernels.ops.attention_blocks import EMPTY, FIRST, FULL, KIND_SHIFT, LAST
 from tpu_kernels.ops.attention_plan import Blocks, Shape
-from tpu_kernels.ops.tiles import round_up
+from tpu_kernels.ops.tiles import LANES, round_up
 
 CUT = 2  # state of a part, beside EMPTY and FULL
 _KV_SHIFT, _HEAD_SHIFT = 16, 8
 
 
-def patterns(parts: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """What parts of a block may be, in the order of what they cost.
+class Cut(enum.Enum):
+    """What the mask does to a part that a kernel computes."""
+
+    NOTHING = "nothing"
+    ANYWHERE = "anywhere"
+    BELOW = "kept below the diagonal"  # queries after keys
+    ABOVE = "kept above the diagonal"
+
+
+class Part(NamedTuple):
+    """A tile of a block.
+
+    Attributes:
+        kv: Number of the part along the keys.
+        q: Number of the part along the queries.
+        cut: What the mask does to it.
+    """
+
+    kv: int
+    q: int
+    cut: Cut
+
+
+class Pattern(NamedTuple):
+    """What a block may look like.
+
+    Attributes:
+        states: int [queries, keys], in units of grains; CUT stands for anything.
+        parts: The parts to compute, part of queries by part of queries.
+    """
+
+    states: np.ndarray
+    parts: tuple[Part, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def patterns(blocks: Blocks, grain: int) -> tuple[Pattern, ...]:
+    """The patterns of blocks, in the order of what they cost.
 
     Args:
-        parts: Number of parts along queries and along keys.
+        blocks: The kernel's blocks.
+        grain: Length of the squares whose states are known; it divides the parts.
 
     Returns:
-        int [queries, keys] arrays of states; kind 1 + n of a step is pattern n. The last one
-        covers every block.
+        Kind 1 + n of a step is pattern n. The last one covers every block.
 
     Example:
-        >>> [p.tolist() for p in patterns((2, 2))]
+        >>> [p.states.tolist() for p in patterns(Blocks(4, 4, 2, 2), 2)]
         [[[1, 1], [1, 1]], [[2, 0], [1, 2]], [[2, 1], [0, 2]], [[2, 2], [2, 2]]]
     """
-    found = [np.full(parts, FULL)]
-    if parts[0] == parts[1] > 1:
-        below = np.tril(np.full(parts, FULL), -1) + CUT * np.eye(parts[0], dtype=int)
-        found += [below, below.T]
-    return (*found, np.full(parts, CUT))
+    grains = (blocks.q // grain, blocks.kv // grain)
+    whole = [
+        Part(kv, q, Cut.NOTHING)
+        for q in range(blocks.q // blocks.part_q)
+        for kv in range(blocks.kv // blocks.part_kv)
+    ]
+    found = [Pattern(np.full(grains, FULL), tuple(whole))]
+    step = math.gcd(blocks.q, blocks.kv)
+    if blocks.part_q == blocks.part_kv and (blocks.part_q > grain or len(whole) > 1):
+        # Corners of blocks differ by multiples of `step`; so does the diagonal's place in a block.
+        for keep in (Cut.BELOW, Cut.ABOVE):
+            for delta in range(0, -blocks.q, -step):
+                found.append(_diagonal(whole, grains, grain, blocks, delta, keep))
+            for delta in range(step, blocks.kv, step):
+                found.append(_diagonal(whole, grains, grain, blocks, delta, keep))
+    anything = tuple(part._replace(cut=Cut.ANYWHERE) for part in whole)
+    return (*found, Pattern(np.full(grains, CUT), anything))
 
 
-def parts_in(pattern: np.ndarray) -> tuple[Part, ...]:
-    """The parts of a pattern that are not empty, part of queries by part of queries."""
-    return tuple(
-        Part(kv, q, bool(pattern[q, kv] == CUT))
-        for q in range(pattern.shape[0])
-        for kv in range(pattern.shape[1])
-        if pattern[q, kv] != EMPTY
-    )
+def _diagonal(
+    whole: Sequence[Part],
+    grains: tuple[int, int],
+    grain: int,
+    blocks: Blocks,
+    delta: int,
+    keep: Cut,
+) -> Pattern:
+    """The pattern of a block whose first query is `delta` after its first key."""
+    below, above = (FULL, EMPTY) if keep is Cut.BELOW else (EMPTY, FULL)
+    distance = np.arange(grains[0])[:, None] + delta // grain - np.arange(grains[1])
+    states = np.where(distance > 0, below, np.where(distance < 0, above, CUT))
+    parts = []
+    for part in whole:
+        apart = part.q + delta // blocks.part_q - part.kv
+        if apart == 0:
+            parts.append(part._replace(cut=keep))
+        elif (below if apart > 0 else above) == FULL:
+            parts.append(part)
+    return Pattern(states, tuple(parts))
+
+
+def grain_of(blocks: Blocks, size: tuple[int, int]) -> int:
+    """The length of the squares that patterns are made of: a BlockMask's blocks if they divide
+    the parts of the kernel's blocks, else whole parts."""
+    grain = max(*size, LANES)
+    if blocks.part_q % grain == 0 == blocks.part_kv % grain:
+        return grain
+    return math.gcd(blocks.part_q, blocks.part_kv)
 
 
 class Lists(NamedTuple):
     """The blocks to visit.
 
     Attributes:
+        kinds: The kinds that occur, None if that is not known.
         words: int32 [masks x steps]: blocks of queries and of keys.
         flags: int32 [masks x steps]: first and last visit of the output's block, kind, query head
             within its group.
@@ -79,6 +145,7 @@ class Lists(NamedTuple):
         headed: Whether heads differ.
     """
 
+    kinds: tuple[int, ...] | None
     words: Any
     flags: Any
     count: Any
@@ -118,6 +185,10 @@ class Sparsity:
         counts, indices, full_counts, full_indices = (*tensors, None, None)[:4]
         return cls(counts, indices, full_counts, full_indices, size)
 
+    def cuts(self, shape: Shape) -> bool:
+        """Whether it could leave something out by itself: not if it is one block."""
+        return self.size[0] < shape.queries or self.size[1] < shape.keys
+
     def states(self, trivial: bool) -> Any:
         """int8 [batch or 1, heads or 1, q blocks, kv blocks]: EMPTY, FULL or CUT.
 
@@ -152,7 +223,9 @@ def _overlap(block: int, count: int, small: int, smalls: int) -> np.ndarray:
     return ((first < other + small) & (other < first + block)).astype(np.float32)
 
 
-def kinds_of(sparsity: Sparsity | None, trivial: bool, shape: Shape, blocks: Blocks) -> Any:
+def kinds_of(
+    sparsity: Sparsity | None, trivial: bool, shape: Shape, blocks: Blocks, grain: int
+) -> Any:
     """The kind of every block: EMPTY, or 1 + the number of its pattern.
 
     Args:
@@ -160,53 +233,52 @@ def kinds_of(sparsity: Sparsity | None, trivial: bool, shape: Shape, blocks: Blo
         trivial: Whether the mask_mod keeps everything.
         shape: The problem's sizes.
         blocks: The kernel's blocks.
+        grain: As in `patterns`.
 
     Returns:
         int [batch or 1, heads or 1, q blocks, kv blocks].
     """
     counts = (-(-shape.queries // blocks.q), -(-shape.keys // blocks.kv))
-    inner = (blocks.q // blocks.part_q, blocks.kv // blocks.part_kv)
+    inner = (blocks.q // grain, blocks.kv // grain)
     fine = (counts[0] * inner[0], counts[1] * inner[1])
     if sparsity is None:
-        parts = np.full((1, 1, *fine), FULL if trivial else CUT, np.int32)
+        states = np.full((1, 1, *fine), FULL if trivial else CUT, np.int32)
     else:
-        states = sparsity.states(trivial)
-        xp = _xp(states)
+        listed = sparsity.states(trivial)
+        xp = _xp(listed)
         size = [min(n, round_up(m, p)) for n, m, p in zip(
             sparsity.size, (shape.queries, shape.keys), blocks.block, strict=True
         )]  # fmt: skip
-        rows = _overlap(blocks.part_q, fine[0], size[0], states.shape[2])
-        columns = _overlap(blocks.part_kv, fine[1], size[1], states.shape[3])
+        rows = _overlap(grain, fine[0], size[0], listed.shape[2])
+        columns = _overlap(grain, fine[1], size[1], listed.shape[3])
 
         def touched(state: Any) -> Any:
             flags = state.astype(np.float32)
             return xp.einsum("qi,bhij,kj->bhqk", rows, flags, columns) > 0
 
-        something, hole = touched(states != EMPTY), touched(states != FULL)
-        parts = xp.where(something, xp.where(hole, CUT, FULL), EMPTY)
-    parts = _at_the_edge(parts, shape.keys, blocks.part_kv)
-    parts = parts.reshape(*parts.shape[:2], counts[0], inner[0], counts[1], inner[1])
-    return _kinds(parts.transpose(0, 1, 2, 4, 3, 5), inner)
+        something, hole = touched(listed != EMPTY), touched(listed != FULL)
+        states = xp.where(something, xp.where(hole, CUT, FULL), EMPTY)
+    states = _at_the_edge(states, shape.keys, grain)
+    states = states.reshape(*states.shape[:2], counts[0], inner[0], counts[1], inner[1])
+    return _kinds(states.transpose(0, 1, 2, 4, 3, 5), [p.states for p in patterns(blocks, grain)])
 
 
-def _at_the_edge(parts: Any, keys: int, part: int) -> Any:
-    """Parts beyond the last key are empty, and the one that holds it is cut if it has more."""
-    xp = _xp(parts)
-    first = np.arange(parts.shape[-1]) * part
-    parts = xp.where((first + part > keys) & (parts == FULL), CUT, parts)
-    return xp.where(first >= keys, EMPTY, parts)
+def _at_the_edge(states: Any, keys: int, grain: int) -> Any:
+    """What lies beyond the last key is empty, and what holds it is cut if it has more."""
+    xp = _xp(states)
+    first = np.arange(states.shape[-1]) * grain
+    states = xp.where((first + grain > keys) & (states == FULL), CUT, states)
+    return xp.where(first >= keys, EMPTY, states)
 
 
-def _kinds(parts: Any, inner: tuple[int, int]) -> Any:
-    xp = _xp(parts)
-    known = patterns(inner)
-    kinds = xp.full(parts.shape[:4], len(known))
+def _kinds(states: Any, known: Sequence[np.ndarray]) -> Any:
+    xp = _xp(states)
+    kinds = xp.full(states.shape[:4], len(known))
     for number in range(len(known) - 1, 0, -1):
         pattern = known[number - 1]
-        fits = (pattern == CUT) | (parts == pattern)
-        # A part that is full costs less than the diagonal's if all is known of it, and no more.
+        fits = (pattern == CUT) | (states == pattern)
         kinds = xp.where(fits.all(axis=(4, 5)), number, kinds)
-    return xp.where((parts == EMPTY).all(axis=(4, 5)), EMPTY, kinds)
+    return xp.where((states == EMPTY).all(axis=(4, 5)), EMPTY, kinds)
 
 
 def lists_of(kinds: Any, *, by_keys: bool = False, group: int = 1) -> Lists:
@@ -266,7 +338,9 @@ def lists_of(kinds: Any, *, by_keys: bool = False, group: int = 1) -> Lists:
     flags = xp.where(first, FIRST, 0) | xp.where(last, LAST, 0)
     flags = xp.where(real, flags | kind << KIND_SHIFT, 0) | head << _HEAD_SHIFT
     words = i | j << _KV_SHIFT
+    occurring = tuple(np.unique(kinds).tolist()) if xp is np else None
     return Lists(
+        occurring,
         words.reshape(-1).astype(np.int32),
         flags.reshape(-1).astype(np.int32),
         count,

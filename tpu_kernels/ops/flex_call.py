@@ -106,9 +106,7 @@ def call_of(
         number = isinstance(x, (int, float, torch.SymInt)) or not texts[0]
         places.append(None if number else sum(p is not None for p in places))
     listed = [x for x in blocks if x is not None]
-    return FlexCall(
-        listed, [*found[0], *found[1]], texts[0], texts[1], sparse_block, tuple(places)
-    )
+    return FlexCall(listed, [*found[0], *found[1]], texts[0], texts[1], sparse_block, tuple(places))
 
 
 def narrow(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from tpu_kernels.ops.attention_blocks import (
     FIRST,
     KIND_SHIFT,
     LAST,
-    Part,
     block_of,
     flags_of,
 )
@@ -28,8 +27,8 @@ from tpu_kernels.ops.attention_forward import scale_queries, splits
 from tpu_kernels.ops.attention_operands import pad_to
 from tpu_kernels.ops.attention_plan import Blocks, Shape, shape_of, vmem_need
 from tpu_kernels.ops.attention_scores import LN2, START, Tile, over_keys
-from tpu_kernels.ops.flex_blocks import Lists, kinds_of, lists_of, parts_in, patterns
-from tpu_kernels.ops.flex_operands import Operands, hoist, operands
+from tpu_kernels.ops.flex_blocks import Lists, Part, grain_of, kinds_of, lists_of, patterns
+from tpu_kernels.ops.flex_operands import Operands, operands
 from tpu_kernels.ops.flex_plan import FlexPlan, Mods, blocks_of, mods_of, sparsity_of
 from tpu_kernels.ops.flex_program import Program
 from tpu_kernels.ops.flex_scores import FlexScores
@@ -54,7 +53,7 @@ def problem(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    lists: Any,
+    tensors: Any,
     buffers: Any,
     plan: FlexPlan,
     *,
@@ -62,9 +61,10 @@ def problem(
 ) -> tuple[Shape, Mods, Blocks, Any]:
     """Sizes, mods, blocks in force, and the kind of each block."""
     shape = shape_of(q, k, v)
-    mods = mods_of(plan, buffers, shape)
-    blocks = blocks_of(plan, mods, shape, q.dtype.itemsize, backward=backward)
-    kinds = kinds_of(sparsity_of(plan, lists), mods.mask is None, shape, blocks)
+    mods, sparsity = mods_of(plan, buffers, shape), sparsity_of(plan, tensors)
+    blocks = blocks_of(plan, mods, shape, q.dtype.itemsize, sparsity, backward=backward)
+    grain = grain_of(blocks, plan.sparse_block)
+    kinds = kinds_of(sparsity, mods.mask is None, shape, blocks, grain)
     return shape, mods, blocks, kinds
 
 
@@ -205,7 +205,7 @@ def _body(
             (batch, head, i * blocks.q, j * blocks.kv),
             shape.heads,
             shape.keys - j * blocks.kv if ragged else None,
-            blocks.part_kv,
+            blocks,
         )
         state: dict[tuple[str, int], Any] = {}
 
@@ -246,7 +246,7 @@ def _body(
 
         pipeline(len(parts), multiply, exponentiate, accumulate)
 
-    each_pattern(blocks, flag >> KIND_SHIFT, branch)
+    each_pattern(plan, blocks, lists, flag >> KIND_SHIFT, branch)
 
     @pl.when(flag & LAST != 0)
     def _finish() -> None:
@@ -270,11 +270,14 @@ def pipeline(count: int, *stages: Callable[[int], None]) -> None:
                 stage(turn - behind)
 
 
-def each_pattern(blocks: Blocks, kind: Any, branch: Callable[[Sequence[Part]], None]) -> None:
+def each_pattern(
+    plan: FlexPlan,
+    blocks: Blocks,
+    lists: Lists,
+    kind: Any,
+    branch: Callable[[Sequence[Part]], None],
+) -> None:
     """Call `branch` with the parts of each pattern, under the condition that the step is of it."""
-    inner = (blocks.q // blocks.part_q, blocks.kv // blocks.part_kv)
-    for number, pattern in enumerate(patterns(inner), 1):
-        pl.when(kind == number)(functools.partial(branch, parts_in(pattern)))
-
-
-__all__ = ["each_pattern", "forward", "hoist", "operands_of", "pipeline", "problem", "tile_of"]
+    for number, pattern in enumerate(patterns(blocks, grain_of(blocks, plan.sparse_block)), 1):
+        if lists.kinds is None or number in lists.kinds:
+            pl.when(kind == number)(functools.partial(branch, pattern.parts))

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tpu_kernels.ops.attention_blocks import FIRST, KIND_SHIFT, LAST, Part, block_of, flags_of
+from tpu_kernels.ops.attention_blocks import FIRST, KIND_SHIFT, LAST, block_of, flags_of
 from tpu_kernels.ops.attention_forward import scale_queries
 from tpu_kernels.ops.attention_plan import Blocks, Shape
-from tpu_kernels.ops.attention_scores import LOG2E, MASKED, Tile, over_keys
-from tpu_kernels.ops.flex_blocks import Lists
+from tpu_kernels.ops.attention_scores import LOG2E, Tile, over_keys
+from tpu_kernels.ops.flex_blocks import Cut, Lists, Part
 from tpu_kernels.ops.flex_forward import each_pattern, pipeline, tile_of
 from tpu_kernels.ops.flex_operands import Operands
 from tpu_kernels.ops.flex_plan import FlexPlan, Mods
@@ -140,7 +140,7 @@ def body(words: Any, flags: Any, *refs: Any, frame: Frame) -> None:
             (batch, head, i * blocks.q, j * blocks.kv),
             shape.heads,
             shape.keys - j * blocks.kv if ragged else None,
-            blocks.part_kv,
+            blocks,
         )
         state: dict[tuple[str, int], Any] = {}
         columns: dict[tuple[str, int], jax.Array] = {}
@@ -193,7 +193,7 @@ def body(words: Any, flags: Any, *refs: Any, frame: Frame) -> None:
 
         pipeline(len(parts), multiply, differentiate, accumulate)
 
-    each_pattern(blocks, flag >> KIND_SHIFT, branch)
+    each_pattern(plan, blocks, frame.lists, flag >> KIND_SHIFT, branch)
 
     @pl.when(flag & LAST != 0)
     def _finish() -> None:
@@ -217,7 +217,7 @@ def body(words: Any, flags: Any, *refs: Any, frame: Frame) -> None:
 
 
 def _scores(
-    score: FlexScores, product: jax.Array, tile: Tile, cut: bool, wanted: Wanted
+    score: FlexScores, product: jax.Array, tile: Tile, cut: Cut, wanted: Wanted
 ) -> tuple[jax.Array, Any]:
     """Scores in base 2, and what turns their natural gradient into that of scaled products.
 
@@ -237,16 +237,15 @@ def _scores(
 
     chosen = [jnp.broadcast_to(operands[place], shape) for place in wanted.operands]
     x, pull = jax.vjp(modified, scaled, *chosen)
-    keep = score.kept(tile) if cut else None
-    if keep is None:
+    if cut is Cut.NOTHING:
         return x, lambda grad: [g.astype(jnp.float32) for g in pull(grad * (1 / LOG2E))]
-    x = jnp.where(keep, x, MASKED)
 
     def pulled(grad: jax.Array) -> list[jax.Array]:
         # 0 times an infinite slope is no number
-        return [jnp.where(keep, g.astype(jnp.float32), 0.0) for g in pull(grad * (1 / LOG2E))]
+        grads = pull(grad * (1 / LOG2E))
+        return [score.masked(g.astype(jnp.float32), tile, cut, 0.0) for g in grads]
 
-    return x, pulled
+    return score.masked(x, tile, cut), pulled
 
 
 class _OperandGradients:

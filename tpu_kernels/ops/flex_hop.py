@@ -169,9 +169,7 @@ def _laid_out_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     order = sorted(range(like.dim() - 1), key=lambda n: (-strides[n], n))
     if order == list(range(like.dim() - 1)):
         return x
-    found = torch.empty_permuted(
-        x.shape, (*order, like.dim() - 1), dtype=x.dtype, device=x.device
-    )
+    found = torch.empty_permuted(x.shape, (*order, like.dim() - 1), dtype=x.dtype, device=x.device)
     return found.copy_(x)
 
 

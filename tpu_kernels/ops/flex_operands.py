@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.errors import TraceError
-from tpu_kernels.lowering.values import jax_dtype
 from tpu_kernels.ops.attention_operands import pad_to
 from tpu_kernels.ops.attention_plan import Blocks, Shape
 from tpu_kernels.ops.flex_program import INDICES, Program, evaluate
@@ -31,12 +30,14 @@ from tpu_kernels.ops.tiles import padded_bytes
 
 # Operators that cost a kernel no more than reading their result would.
 _CHEAP = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_to_copy add sub mul neg abs minimum maximum eq ne lt le gt ge where alias clone "
-        "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not full scalar_tensor"
-    ).split()
-)
+    {
+        "aten::_to_copy", "aten::add", "aten::sub", "aten::mul", "aten::neg", "aten::abs",
+        "aten::minimum", "aten::maximum", "aten::eq", "aten::ne", "aten::lt", "aten::le",
+        "aten::gt", "aten::ge", "aten::where", "aten::alias", "aten::clone", "aten::logical_and",
+        "aten::logical_or", "aten::logical_not", "aten::bitwise_and", "aten::bitwise_or",
+        "aten::bitwise_not", "aten::full", "aten::scalar_tensor",
+    }
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Reader:
     headed: bool
 
     def read(self, ref: Any, rows: slice, columns: slice, batch: Any, head: Any, heads: int) -> Any:
-        """The operand for some keys and queries: what broadcasts to [keys, queries], or a number."""
+        """The operand for some keys and queries, which broadcasts to [keys, queries]."""
         kind = self.hoisted.kind
         if kind == "number":
             at = (batch if self.batched else 0) * (heads if self.headed else 1)
@@ -305,6 +306,3 @@ def narrowed(buffers: Sequence[jax.Array]) -> list[jax.Array]:
         x.astype(jnp.int32) if x.dtype == jnp.int64 else x  # indices fit
         for x in buffers
     ]
-
-
-__all__ = ["Hoisted", "Operands", "Reader", "hoist", "jax_dtype", "narrowed", "operands", "values"]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_kernels.errors import ArgumentError
 from tpu_kernels.ops.attention_blocks import Band
 from tpu_kernels.ops.attention_plan import Blocks, Plan, Shape, choose_blocks
 from tpu_kernels.ops.attention_scores import LOG2E
 from tpu_kernels.ops.flex_blocks import Sparsity
 from tpu_kernels.ops.flex_operands import Hoisted, hoist, values
 from tpu_kernels.ops.flex_program import Program, evaluate, parse
+from tpu_kernels.ops.tiles import LANES, round_up
 
 _EVERYTHING = Band()
 
@@ -124,17 +127,44 @@ def mods_of(plan: FlexPlan, buffers: Any, shape: Shape) -> Mods:
 
 
 def blocks_of(
-    plan: FlexPlan, mods: Mods, shape: Shape, itemsize: int, *, backward: bool = False
+    plan: FlexPlan,
+    mods: Mods,
+    shape: Shape,
+    itemsize: int,
+    sparsity: Sparsity | None,
+    *,
+    backward: bool = False,
 ) -> Blocks:
-    """The blocks in force; smaller ones by default where matrices of operands take VMEM."""
+    """The blocks in force.
+
+    By default those of `attention`, but for three cases: without a score_mod the forward takes more
+    queries at a time, as tuned for `attention`; matrices of operands take VMEM, so blocks are
+    smaller; and where a BlockMask is all that masks, its blocks must be the kernel's.
+    """
     asked = plan.backward_blocks if backward else plan.blocks
+    if mods.mask is None and sparsity is not None and sparsity.cuts(shape):
+        size = math.gcd(*sparsity.size)
+        if size % LANES:
+            raise ArgumentError(
+                f"kernel {plan.kernel!r}: a BlockMask of {sparsity.size} without a mask_mod",
+                hint=f"use blocks of a multiple of {LANES}, or a mask_mod",
+            )
+        asked = (size, size, size, size)
     blocks = choose_blocks(shape, itemsize, asked, plan.kernel, backward=backward)
+    if any(block is not None for block in asked):
+        return blocks
     programs = [p for p in (mods.score, mods.mask) if p is not None]
-    matrices = sum(each.kind == "matrix" for p in programs for each in hoist(p))
-    if matrices and asked[0] is None and asked[1] is None and max(blocks.block) > 512:
-        limited = (min(blocks.q, 512), min(blocks.kv, 512), None, None)
-        blocks = choose_blocks(shape, itemsize, limited, plan.kernel, backward=backward)
-    return blocks
+    if any(each.kind == "matrix" for p in programs for each in hoist(p)):
+        asked = (min(blocks.q, 512), min(blocks.kv, 512), None, None)
+    elif (
+        mods.score is None
+        and not backward
+        and blocks.block == (1024, 1024)
+        and round_up(shape.queries, 1024) % 2048 == 0
+        and max(shape.depth, shape.depth_v) <= 128
+    ):
+        asked = (2048, 1024, None, None)
+    return choose_blocks(shape, itemsize, asked, plan.kernel, backward=backward)
 
 
 def sparsity_of(plan: FlexPlan, tensors: Any) -> Sparsity | None:

@@ -6,13 +6,16 @@ tiles, and grow to what they are computed with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tpu_kernels.ops.attention_plan import Blocks
 from tpu_kernels.ops.attention_scores import LOG2E, MASKED, ROWS, Tile
+from tpu_kernels.ops.flex_blocks import Cut, grain_of
 from tpu_kernels.ops.flex_operands import Operands
 from tpu_kernels.ops.flex_plan import FlexPlan, Mods
 from tpu_kernels.ops.flex_program import Program, Step, call
@@ -32,7 +35,7 @@ class FlexScores:
         place: Batch, query head, first query, first key of the block, at run time.
         heads: Number of query heads.
         keys: Keys of the block that exist; None where all do.
-        part_rows: Keys of a part.
+        blocks: The blocks in force.
     """
 
     def __init__(
@@ -45,23 +48,43 @@ class FlexScores:
         place: tuple[Any, Any, Any, Any],
         heads: int,
         keys: Any,
-        part_rows: int,
+        blocks: Blocks,
     ) -> None:
         self.plan, self.mods, self.operands = plan, mods, operands
         count = len(operands[0].readers)
         self.refs = (refs[:count], refs[count:])
         self.product_factor = product_factor
         self.place, self.heads, self.keys = place, heads, keys
+        self.blocks, self.grain = blocks, grain_of(blocks, plan.sparse_block)
         # An interpreter has no registers to run out of, and pays for every operation.
-        self.rows = part_rows if plan.interpret else ROWS
+        self.rows = min(blocks.part_kv, self.grain) if plan.interpret else ROWS
 
-    def __call__(self, product: jax.Array, tile: Tile, cut: bool) -> jax.Array:
+    def __call__(self, product: jax.Array, tile: Tile, cut: Cut) -> jax.Array:
         """Scores of a tile, in base 2, `MASKED` where masked."""
         x = self.scaled(product)
         if self.mods.score is not None:
             x = self.modified(x, tile, self.score_operands(tile))
-        keep = self.kept(tile) if cut else None
-        return x if keep is None else jnp.where(keep, x, MASKED)
+        return self.masked(x, tile, cut)
+
+    def masked(self, x: jax.Array, tile: Tile, cut: Cut, value: float = MASKED) -> jax.Array:
+        """A tile with a value where it is masked; next to the diagonal, only there is it asked."""
+        if cut is Cut.NOTHING:
+            return x
+        if cut is Cut.ANYWHERE:
+            keep = self.kept(tile)
+            return x if keep is None else jnp.where(keep, x, value)
+        row = tile.kv % self.blocks.part_kv // self.grain
+        columns = []
+        for column in range(tile.queries // self.grain):
+            at = slice(column * self.grain, (column + 1) * self.grain)
+            here = dataclasses.replace(tile, q=tile.q + at.start, queries=self.grain)
+            if column == row:
+                columns.append(self.masked(x[:, at], here, Cut.ANYWHERE, value))
+            elif (column > row) == (cut is Cut.BELOW):
+                columns.append(x[:, at])
+            else:
+                columns.append(jnp.full((tile.keys, self.grain), value, x.dtype))
+        return jnp.concatenate(columns, axis=1)
 
     def scaled(self, product: jax.Array) -> jax.Array:
         """What the score_mod is given."""

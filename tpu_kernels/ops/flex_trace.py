@@ -195,8 +195,8 @@ def _without_dead_steps(program: Program) -> Program:
             visit(operand)
 
     visit(program.result)
-    kept = [n for n in range(program.first_step, program.first_step + len(program.steps))]
-    kept = [n for n in kept if n in alive]
+    every = range(program.first_step, program.first_step + len(program.steps))
+    kept = [n for n in every if n in alive]
     place = {n: n for n in range(program.first_step)}
     place.update({n: program.first_step + i for i, n in enumerate(kept)})
 
