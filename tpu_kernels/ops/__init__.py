@@ -19,6 +19,7 @@ backends.ready()  # the operators' implementations, before the operators
 lookup.install()  # the shipped configs
 
 from tpu_kernels.ops.attention import attention, attention_backward  # noqa: E402
+from tpu_kernels.ops.flex_attention import flex_attention  # noqa: E402
 from tpu_kernels.ops.linear import gated_linear, linear, use_matmul  # noqa: E402
 from tpu_kernels.ops.matmul import bmm, gated_matmul, matmul  # noqa: E402
 from tpu_kernels.ops.sdpa import use_attention  # noqa: E402
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "bmm",
+    "flex_attention",
     "gated_linear",
     "gated_matmul",
     "linear",
