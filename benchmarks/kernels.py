@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import matmul_peers
 from attention_peers import CASES, Case, peers, step
+from flex_rows import flex
 
 from tpu_kernels.compiler import compile_function, resolve
 from tpu_kernels.compiler.cost.listing import parse
@@ -104,6 +105,10 @@ def rows(case: Case, chip: str) -> Iterator[Row]:
     for name, forward in candidates:
         yield measure(case.name, "forward", name, forward, avals, chip)
         yield measure(case.name, "step", name, step(forward), [*avals, grad], chip)
+    if importlib.util.find_spec("torch") is not None:
+        for name, forward, both in flex(case):
+            yield measure(case.name, "forward", name, forward, avals, chip)
+            yield measure(case.name, "step", name, both, [*avals, grad], chip)
 
 
 def products(case: matmul_peers.Case, chip: str) -> Iterator[Row]:
