@@ -45,6 +45,31 @@ def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
     return spec.reference(*positional)
 
 
+def results(spec: KernelSpec, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Call the reference of a kernel that may write to its arguments.
+
+    Such a reference returns what the kernel's function returns, or writes into its arguments as
+    the operator does; as torch's in-place operators, it may return what it wrote to.
+
+    Args:
+        spec: A kernel with a reference.
+        values: Every argument of the kernel by name.
+
+    Returns:
+        The outputs, and the new values of mutated arguments by name.
+    """
+    result = call(spec, values)
+    mutated = spec.mutates_args
+    if not mutated:
+        return result, {}
+    new: Mapping[str, Any] = values
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        result, new = result
+    elif isinstance(result, Mapping):
+        result, new = None, result
+    return result if spec.returns.slots else None, {name: new[name] for name in mutated}
+
+
 def flat_call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
     """Call the reference and return its result as the operator does."""
     result = call(spec, values)

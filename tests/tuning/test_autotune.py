@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from tpu_kernels import tpu_kernel
 from tpu_kernels.compiler.pool import worker_pool
 from tpu_kernels.errors import ArgumentError, ConfigError, TuningError
+from tpu_kernels.registry import reference
 from tpu_kernels.registry.kernel import Kernel
 from tpu_kernels.tuning import (
     Progress,
@@ -337,3 +339,40 @@ def test_kernels_of_modules_travel_by_name(tmp_path: Path, monkeypatch: pytest.M
         store=False,
     )
     assert [row.status for row in report.results] == ["ok"], report.text
+
+
+def test_results_of_another_dtype_and_wrong_writes_are_wrong(tmp_path: Path) -> None:
+    @tpu_kernel("tune::writes", mutates_args=("total",))
+    def writes(total: jax.Array, x: jax.Array, *, block: int = 1) -> jax.Array:
+        total = total + x * (2 if block == 3 else 1)
+        return x.astype(jnp.bfloat16) if block == 2 else x * 1, {"total": total}
+
+    total, x = torch.zeros(4), torch.ones(4)
+    report = autotune(
+        writes,
+        (total, x),
+        configs=blocks(1, 2, 3),
+        reference=lambda total, x: (x * 1, {"total": total + x}),
+        cache=tmp_path,
+    )
+    assert by_block(report) == {1: "ok", 2: "wrong", 3: "wrong"}
+    assert "bfloat16[4], the config in force gives float32[4]" in report.text
+    assert total.sum() == 0  # the caller's tensors are as they were
+
+
+def test_a_reference_may_write_and_return_what_it_wrote_to() -> None:
+    @tpu_kernel("tune::adds", mutates_args=("total",))
+    def adds(total: jax.Array, x: jax.Array):
+        return {"total": total + x}
+
+    values = {"total": torch.zeros(2), "x": torch.ones(2)}
+    for function in (
+        lambda total, x: total.add_(x),
+        lambda total, x: {"total": total + x},
+        lambda total, x: (None, {"total": total + x}),
+    ):
+        given = {name: value.clone() for name, value in values.items()}
+        spec = dataclasses.replace(adds.spec, reference=function)
+        outputs, written = reference.results(spec, given)
+        assert outputs is None
+        assert torch.equal(written["total"], torch.ones(2))

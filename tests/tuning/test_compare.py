@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpu_kernels.dsl.dtypes import from_bytes, to_numpy
-from tpu_kernels.tuning.compare import difference, leaves
+from tpu_kernels.tuning.compare import change, difference, leaves
 
 NAN, INF = float("nan"), float("inf")
 
@@ -65,3 +65,14 @@ def test_tensors_survive_the_way_to_a_worker_and_back(
     back = from_bytes(array.tobytes(), array.shape, array.dtype.name)
     assert back.dtype == dtype
     assert torch.equal(back.to(torch.float64), value.to(torch.float64))
+
+
+def test_another_shape_or_dtype_than_the_operators_is_a_change() -> None:
+    usual = [torch.empty(2, 3, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")]
+    same = [torch.zeros(2, 3), torch.zeros(1, dtype=torch.int32)]  # widened back by the operator
+    assert change(same, usual) is None
+    assert change([*same, torch.zeros(9)], usual) is None  # a written argument
+    assert change(same, None) is None
+    changed = "output 0: bfloat16[2, 3], the config in force gives float32[2, 3]"
+    assert change([same[0].bfloat16(), same[1]], usual) == changed
+    assert "output 1: int32[2]" in str(change([same[0], torch.zeros(2, dtype=torch.int32)], usual))

@@ -77,6 +77,7 @@ def test_constraints_are_called_by_name_and_give_their_reason() -> None:
     divides = lambda x, block: x % block == 0  # noqa: E731
     whole = lambda config: len(config) == 1  # noqa: E731
     assert space.violation(None, {"block": 5}, arguments) is None
+    assert space.violation(lambda cfg: cfg["block"] == 5, {"block": 5}, arguments) is None
     assert space.violation([divides, whole], {"block": 16}, arguments) is None
     assert "does not hold" in str(space.violation([divides, whole], {"block": 5}, arguments))
     assert space.violation(lambda y: "too odd", {"block": 5}, arguments) == "too odd"

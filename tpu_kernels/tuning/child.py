@@ -71,10 +71,12 @@ class Inspection:
     Attributes:
         digest: Identity of the lowered program, source locations left out.
         models: The demands of its Pallas calls.
+        results: Shape and dtype of each result, as text.
     """
 
     digest: str
     models: tuple[Any, ...]
+    results: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def inspect(fn: Callable[..., Any], avals: Sequence[Any], target: str) -> Inspec
         jaxpr = _jaxpr(fn, avals, target)
     except Exception as error:
         return failure_of(error)
-    return Inspection(program.digest, tuple(pallas_models(jaxpr)))
+    results = tuple(f"{aval.dtype}{list(aval.shape)}" for aval in jaxpr.out_avals)
+    return Inspection(program.digest, tuple(pallas_models(jaxpr)), results)
 
 
 def _jaxpr(fn: Callable[..., Any], avals: Sequence[Any], target: str) -> Any:

@@ -61,6 +61,35 @@ def difference(
     return None
 
 
+def change(got: Sequence[torch.Tensor], usual: Sequence[torch.Tensor] | None) -> str | None:
+    """Say which output has another shape or dtype than the operator's, or None.
+
+    A config may change how a result is computed, not what it is: callers and compiled graphs rely
+    on that.
+
+    Args:
+        got: The candidate's outputs.
+        usual: Those of the config in force now (meta tensors will do), None if it has none.
+
+    Example:
+        >>> change([torch.zeros(2).bfloat16()], [torch.zeros(2, device="meta")])
+        'output 0: bfloat16[2], the config in force gives float32[2]'
+    """
+    if usual is None:
+        return None
+    for index, (a, b) in enumerate(zip(got, usual, strict=False)):  # written arguments follow
+        if _kind(a) != _kind(b):
+            return f"output {index}: {_kind(a)}, the config in force gives {_kind(b)}"
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    # A candidate's process gives what JAX computed, before 64-bit results are widened again.
+    narrow = {torch.int64: torch.int32, torch.float64: torch.float32}
+    dtype = str(narrow.get(tensor.dtype, tensor.dtype)).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}"
+
+
 def _difference(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> str | None:
     if a.shape != b.shape:
         return f"shape {list(a.shape)}, the reference has {list(b.shape)}"

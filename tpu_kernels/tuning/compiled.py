@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from tpu_kernels.compiler.chips import Target
@@ -39,12 +40,14 @@ class Memory:
         rows: Its row, by index.
         too_large: Config and VMEM limits of candidates that did not fit.
         best: The best figure so far.
+        results: What the config in force gives, once that is known.
     """
 
     programs: dict[str, int] = field(default_factory=dict)
     rows: dict[int, TuneRow] = field(default_factory=dict)
     too_large: list[tuple[Mapping[str, Any], tuple[int | None, ...]]] = field(default_factory=list)
     best: float = math.inf
+    results: tuple[str, ...] | None = None
 
 
 def try_candidates(
@@ -80,7 +83,10 @@ def try_candidates(
     """
     memory = memory if memory is not None else Memory()
     inspections = _inspect(candidates, target, found, pool, watch, timeout_s, deadline)
-    fitting = _without_overflows(candidates, inspections, target, found)
+    if first in inspections:
+        memory.results = inspections[first].results
+    alike = _without_changes(candidates, inspections, memory.results, found)
+    fitting = _without_overflows(alike, inspections, target, found)
     unique, copies = _without_copies(fitting, inspections, memory)
 
     def all_found(index: int, row: TuneRow) -> None:
@@ -148,6 +154,26 @@ def _inspect(
             else:
                 take(candidate, outcome.value, outcome.seconds)
     return inspections
+
+
+def _without_changes(
+    candidates: Sequence[Candidate],
+    inspections: Mapping[int, child.Inspection],
+    usual: tuple[str, ...] | None,
+    found: Found,
+) -> list[Candidate]:
+    """Those that give what the config in force gives; see `compare.change`."""
+    alike = []
+    for candidate in candidates:
+        inspection = inspections.get(candidate.index)
+        if inspection is None or usual is None or inspection.results == usual:
+            alike.append(candidate)
+            continue
+        pairs = zip_longest(inspection.results, usual, fillvalue="nothing")
+        index, (got, wanted) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+        reason = f"output {index}: {got}, the config in force gives {wanted}"
+        found(candidate.index, TuneRow(candidate.config, "wrong", reason))
+    return alike
 
 
 def _without_overflows(

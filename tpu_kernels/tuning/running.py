@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tpu_kernels.compiler.pool import Pool, Workers, worker_pool
-from tpu_kernels.errors import ArgumentError
+from tpu_kernels.compiler.time_limit import time_limit
+from tpu_kernels.errors import ArgumentError, KernelError
 from tpu_kernels.registry import reference as references
 from tpu_kernels.tuning import compare, compiled, lookup, space, xla
 from tpu_kernels.tuning.activity import Activity
@@ -121,13 +122,14 @@ def _run_compiled(session: Session, pool: Workers) -> None:
 
 
 def _run_on_cpu(session: Session, pool: Workers) -> None:
-    wanted = reference_outputs(session)
+    wanted, usual = reference_outputs(session), usual_outputs(session)
     limit = session.timeout_s or TIMEOUT_S["wall"]
 
     def trial(candidates: Sequence[Candidate]) -> WallSearch:
         return WallSearch(
             candidates,
             wanted,
+            usual=usual,
             pool=pool,
             watch=session.watch,
             tolerance=session.tolerance,
@@ -250,10 +252,31 @@ def reference_outputs(session: Session) -> list[torch.Tensor] | None:
         for name, value in named_arguments(session.kernel, session.args, session.kwargs).items()
     }
     with torch.no_grad():
-        results = compare.leaves(references.call(spec, values))
-    if spec.mutates_args:
-        results += compare.leaves([values[name] for name in spec.mutates_args])
-    return results
+        outputs, new = references.results(spec, values)
+    return compare.leaves(outputs) + compare.leaves(list(new.values()))
+
+
+def usual_outputs(session: Session) -> list[torch.Tensor] | None:
+    """Shapes and dtypes that the operator gives now, None where the call needs a config for it."""
+    kernel = session.kernel
+    values = {
+        name: _on_meta(value)
+        for name, value in named_arguments(kernel, session.args, session.kwargs).items()
+    }
+    try:
+        limit = session.timeout_s or TIMEOUT_S["wall"]
+        with torch.no_grad(), time_limit(limit, "tracing"):
+            return compare.leaves(kernel(**values))
+    except KernelError:
+        return None
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_on_meta(item) for item in value)
+    return value
 
 
 def _on_cpu(value: Any) -> Any:

@@ -194,6 +194,9 @@ def bucket_of(
     return frozen(call_by_name(bucket, arguments, what="bucket", kernel=kernel))
 
 
+_OTHER_NAMES = ("cfg", "conf")  # that people give to `config`
+
+
 def call_by_name(
     function: Callable[..., Any], available: Mapping[str, Any], *, what: str, kernel: str
 ) -> Any:
@@ -205,12 +208,15 @@ def call_by_name(
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
+        name = parameter.name
+        if name in _OTHER_NAMES and name not in available:
+            name = "config"
         if parameter.kind is parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is parameter.VAR_KEYWORD:
             keywords |= {k: v for k, v in available.items() if k not in keywords}
-        elif parameter.name in available:
-            value = available[parameter.name]
+        elif name in available:
+            value = available[name]
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(value)
             else:

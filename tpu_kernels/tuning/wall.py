@@ -103,6 +103,7 @@ class WallSearch:
     Args:
         candidates: The candidates; they share their tensors.
         wanted: The reference's outputs, None to compare nothing.
+        usual: See `compare.change`.
         pool: Workers to use.
         watch: Told what is running.
         tolerance: See `compare.difference`.
@@ -117,6 +118,7 @@ class WallSearch:
         candidates: Sequence[Candidate],
         wanted: Sequence[torch.Tensor] | None,
         *,
+        usual: Sequence[torch.Tensor] | None = None,
         pool: Workers,
         watch: Callable[[Activity], None] | None = None,
         tolerance: float | None = None,
@@ -124,6 +126,7 @@ class WallSearch:
         deadline: float,
     ) -> None:
         self._wanted = wanted
+        self._usual = usual
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._deadline = deadline
@@ -211,8 +214,10 @@ class WallSearch:
     def _judge(self, candidate: Candidate, answer: child.Trial | child.Failure) -> TuneRow:
         if isinstance(answer, child.Failure):
             return failure_row(candidate.config, answer, None)
-        if self._wanted is not None:
-            got = [dtypes.from_bytes(*packed) for packed in answer.outputs]
-            if reason := compare.difference(got, self._wanted, self._tolerance):
-                return TuneRow(candidate.config, "wrong", reason)
+        got = [dtypes.from_bytes(*packed) for packed in answer.outputs]
+        reason = compare.change(got, self._usual)
+        if reason is None and self._wanted is not None:
+            reason = compare.difference(got, self._wanted, self._tolerance)
+        if reason is not None:
+            return TuneRow(candidate.config, "wrong", reason)
         return TuneRow(candidate.config, "ok", time_us=statistics.median(answer.times_us))

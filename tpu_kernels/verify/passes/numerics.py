@@ -168,17 +168,8 @@ class _Precision(TorchFunctionMode):
 
 def _called(kernel: Kernel, arguments: Sequence[Any]) -> list[torch.Tensor]:
     values = values_of(kernel, arguments)
-    result = reference.call(kernel.spec, values)
-    mutated = kernel.spec.mutates_args
-    if not mutated:
-        return leaves(result)
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        outputs, new = result
-    elif isinstance(result, Mapping):
-        outputs, new = None, result
-    else:  # a reference that writes into its arguments, as the operator does
-        outputs, new = result, values
-    return leaves(outputs) + leaves([new[name] for name in mutated])
+    outputs, new = reference.results(kernel.spec, values)
+    return leaves(outputs) + leaves(list(new.values()))
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
