@@ -115,6 +115,12 @@ def main() -> int:
     parser.add_argument("--kind", action="append", help="only this kind of kernel; may be repeated")
     parser.add_argument("--limit", type=int, help="at most so many rows of each chip and kind")
     parser.add_argument("--recorded", action="store_true", help="compile nothing")
+    parser.add_argument(
+        "--bar",
+        type=float,
+        metavar="PERCENT",
+        help="exit code 1 if choosing by the estimate costs more than this on average",
+    )
     parser.add_argument("--json", action="store_true", help="print rows and figures as JSON")
     options = parser.parse_args()
     rows = read_rows(options.path)
@@ -152,6 +158,12 @@ def main() -> int:
             f"{row['p90']:7.1%} {row['max']:7.1%} {row['spearman']:8.3f} {row['shapes']:6} "
             f"{row['regret']:7.2%}"
         )
+    regret = scores["all"]["regret"]
+    if options.bar is not None and not 100 * regret <= options.bar:
+        print(
+            f"missed: the choice costs {regret:.2%} more than the best, the bar is {options.bar}%"
+        )
+        return 1
     return 0
 
 
