@@ -377,3 +377,14 @@ def test_one_backward_may_run_in_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_integer_results_have_no_tangent_in_forward_mode() -> None:
+    @tk.tpu_kernel("derivatives::best")
+    def best(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return 2 * x, jnp.argmax(x)
+
+    x = torch.randn(3)
+    jacobian = torch.func.jacfwd(lambda t: best(t)[0])(x)
+    torch.testing.assert_close(jacobian, 2 * torch.eye(3))
+    assert torch.func.jvp(best, (x,), (torch.ones(3),))[1][1].sum() == 0
