@@ -54,3 +54,17 @@ def test_the_compiler_compares_with_what_xla_makes_of_the_reference() -> None:
     assert row.ok, row.note
     assert row.reference_us is not None
     assert row.speedup == pytest.approx(1.0, rel=0.5)  # the same program, more or less
+    x = torch.empty(64, 128, device="meta")
+    beside = bench.beside_peer(row, lambda a: a * 2, "twice", double, [x], {})
+    assert (beside.kernel_us, beside.note) == (row.kernel_us, "beside twice")
+    assert beside.speedup == pytest.approx(1.0, rel=0.5)
+    broken = bench.beside_peer(row, lambda a, b: a, "other", double, [x], {})
+    assert broken.reference_us is None
+    assert broken.note.startswith("beside other: ")
+
+
+def test_a_peer_is_named_by_module_and_function(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "cli_test::scale", "f32[16,128]", "--import", USER_FILE, "--target", "none"]
+    assert main.main([*words, "--peer", "math"]) == main.EXIT_USAGE
+    assert main.main([*words, "--peer", "math:nothing"]) == main.EXIT_USAGE
+    assert "has no function 'nothing'" in capsys.readouterr().err

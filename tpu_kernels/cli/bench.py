@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kernels.cli.argspec import empty_tensor, random_tensors, with_values
 from tpu_kernels.cli.arguments import CALL_HELP, call_arguments, targets
-from tpu_kernels.cli.kernels import add_import_option, find_kernel, load_kernels
+from tpu_kernels.cli.kernels import add_import_option, find_function, find_kernel, load_kernels
 from tpu_kernels.cli.output import Output
 from tpu_kernels.errors import ArgumentError
 
@@ -42,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also take times on the device: the TPU that TorchTPU owns, else the simulated one",
     )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="also compare with a JAX function of the call's tensors, per chip; FILE.py:NAME works "
+        "too; repeatable",
+    )
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="SECONDS")
     add_import_option(parser)
 
@@ -50,15 +58,21 @@ def run(options: argparse.Namespace, output: Output) -> bool:
     """Compare and print; False if a kernel does not work somewhere."""
     from tpu_kernels.tuning import bench
 
+    peers = {name: find_function(name) for name in options.peer}
     chips = [chip for chip in targets(options.target) if chip != "none"]
     rows: list[BenchRow] = []
     for kernel, call, text in _calls(options):
         for chip in chips:
             output.note(f"{kernel.name} {text} for {chip} ...")
             args, kwargs = call(False)
-            rows.append(
-                bench.on_chip(kernel, args, kwargs, chip, call=text, timeout_s=options.timeout_s)
-            )
+            row = bench.on_chip(kernel, args, kwargs, chip, call=text, timeout_s=options.timeout_s)
+            rows.append(row)
+            rows += [
+                bench.beside_peer(
+                    row, peer, name, kernel, args, kwargs, timeout_s=options.timeout_s
+                )
+                for name, peer in peers.items()
+            ]
         if options.simulated:
             output.note(f"{kernel.name} {text} on the device ...")
             args, kwargs = call(True)

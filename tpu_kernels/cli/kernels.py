@@ -109,6 +109,27 @@ def find_subject(name: str, imports: list[str]) -> Any:
     return found() if isinstance(found, type) else found
 
 
+def find_function(name: str) -> Any:
+    """Return what ``MODULE:NAME`` or ``FILE.py:NAME`` names.
+
+    Raises:
+        ArgumentError: The word names no such thing.
+        ImportFailure: The module cannot be imported.
+
+    Example:
+        >>> find_function("math:hypot")(3, 4)
+        5.0
+    """
+    module, separator, attribute = name.rpartition(":")
+    if not separator:
+        raise ArgumentError(f"{name!r} is not MODULE:NAME or FILE.py:NAME")
+    _import(module)
+    found = getattr(sys.modules.get(module) or sys.modules[Path(module).stem], attribute, None)
+    if not callable(found):
+        raise ArgumentError(f"{module} has no function {attribute!r}")
+    return found
+
+
 def _import(name: str) -> None:
     path = Path(name)
     is_file = path.suffix == ".py"

@@ -6,12 +6,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from tpu_kernels.compiler.chips import resolve
+from tpu_kernels.compiler.compile import compile_function
 from tpu_kernels.errors import KernelError
 from tpu_kernels.registry import reference as references
 from tpu_kernels.registry.kernel import Kernel
@@ -99,6 +100,37 @@ def on_chip(
     if not other.ok:
         notes.append(f"reference: {other.reason or other.status}")
     return BenchRow(kernel.name, call, target, own, other.cost, config, "; ".join(notes))
+
+
+def beside_peer(
+    row: BenchRow,
+    peer: Callable[..., Any],
+    name: str,
+    kernel: Kernel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    timeout_s: float = 600.0,
+) -> BenchRow:
+    """Put another kernel in the reference's place, by the same compiler's figures.
+
+    Args:
+        row: What `on_chip` found for the kernel.
+        peer: A JAX function of the call's tensors, in order.
+        name: What to call it.
+        kernel: The kernel.
+        args: Positional arguments, as for `on_chip`.
+        kwargs: Arguments by name.
+        timeout_s: Seconds for the compilation.
+
+    Returns:
+        A row with the peer's time as that of the reference.
+    """
+    avals = kernel.bind(*args, **kwargs).avals
+    report = compile_function(peer, avals, row.where, name=name, timeout_s=timeout_s)
+    us = report.estimate.us if report.ok and report.estimate is not None else None
+    failed = "" if report.ok else f": {one_line(report.error or report.status)}"
+    return replace(row, reference_us=us, note=f"beside {name}{failed}")
 
 
 def on_device(
