@@ -250,10 +250,10 @@ def check_options(spec: KernelSpec, where: str) -> None:
             hint="what is written to is the caller's, what is donated is not any more",
         )
     for name in spec.mutates_args:
-        if spec.parameter(name).kind not in (Kind.TENSOR, Kind.LIST):
+        if spec.parameter(name).kind not in (Kind.TENSOR, Kind.OPTIONAL, Kind.LIST):
             raise SignatureError(
-                f"kernel {spec.name!r}: mutates_args names {name!r}, but an optional argument "
-                "cannot be mutated",
+                f"kernel {spec.name!r}: mutates_args names {name!r}, but a list that is optional "
+                "or has holes cannot be mutated",
                 where=where,
             )
     if not spec.returns.slots and not spec.mutates_args:

@@ -9,6 +9,7 @@ content.
 from __future__ import annotations
 
 import ast
+import dis
 import enum
 import functools
 import hashlib
@@ -91,6 +92,69 @@ def digest(fn: Any) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     _Walk(hasher).feed(fn)
     return hasher.hexdigest()
+
+
+_DATA = (bool, int, float, complex, str, bytes, tuple, list, dict, enum.Enum, np.generic)
+
+
+def globals_read(fn: Callable[..., Any]) -> tuple[tuple[dict[str, Any], str, Any], ...]:
+    """The data among the globals that a function and the author's functions that it calls read.
+
+    What they assign themselves (a counter, say), functions, classes and modules are left out, and
+    so are this package's own kernels, whose constants are constant.
+
+    Args:
+        fn: The author's function, possibly wrapped.
+
+    Returns:
+        Namespace, name and present value of each.
+
+    Example:
+        >>> namespace = {"SCALE": 2.0}
+        >>> exec("def f(x): return x * SCALE", namespace)
+        >>> [(name, value) for _, name, value in globals_read(namespace["f"])]
+        [('SCALE', 2.0)]
+    """
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    assigned: set[tuple[int, str]] = set()
+    seen: set[int] = set()
+    waiting = [unwrap(fn)]
+    while waiting:
+        function = waiting.pop()
+        module = getattr(function, "__module__", None) or ""
+        own = module.split(".")[0] == "tpu_kernels" or _library(module) is not None
+        if id(function) in seen or not isinstance(function, types.FunctionType) or own:
+            continue
+        seen.add(id(function))
+        space = function.__globals__
+        assigned |= {(id(space), name) for name in _assigned_names(function.__code__)}
+        for name in _global_names(function.__code__):
+            value = space.get(name)
+            if isinstance(value, _DATA) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+                found[id(space), name] = (space, name, value)
+            elif callable(value):
+                waiting.append(unwrap(value))
+        waiting += [
+            unwrap(cell.cell_contents)
+            for cell in function.__closure__ or ()
+            if _is_full(cell) and callable(cell.cell_contents)
+        ]
+    return tuple(entry for key, entry in found.items() if key not in assigned)
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _assigned_names(code: types.CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _assigned_names(constant)
+    return names
 
 
 class _Walk:

@@ -230,6 +230,7 @@ def derived_operator(
             int64=base.definition.int64,
             has_defaults=False,
             cache_dir=base.definition.cache_dir,
+            freshness=base.definition.freshness,
         ),
         base.counters,
     )

@@ -31,6 +31,7 @@ from tpu_kernels.registry.binding import Bound, bind
 from tpu_kernels.registry.caller import make_caller
 from tpu_kernels.registry.choice import Choices
 from tpu_kernels.registry.config_table import ConfigChoice
+from tpu_kernels.registry.freshness import Freshness
 from tpu_kernels.registry.operator import Definition, Operator
 from tpu_kernels.registry.programs import kernel_program
 from tpu_kernels.registry.stats import Counters, KernelStats
@@ -71,6 +72,7 @@ class Kernel:
                 donated=spec.donate_args,
                 flops=spec.flops,
                 cache_dir=spec.cache_dir,
+                freshness=Freshness(spec.name, spec.jax_fn) or None,
             ),
             self._counters,
         )

@@ -22,6 +22,7 @@ from tpu_kernels.dsl.spec import Kind, Parameter, ReturnKind
 from tpu_kernels.errors import ArgumentError, DeviceError, DTypeError
 from tpu_kernels.registry import backend_table, donation, overlap
 from tpu_kernels.registry.engine import Engine
+from tpu_kernels.registry.freshness import Freshness, refreshed
 from tpu_kernels.registry.layout import Layout, fill, flat_names, split, tensors_of
 from tpu_kernels.registry.shapes import ShapeRule
 from tpu_kernels.registry.stats import Counters
@@ -65,6 +66,7 @@ class Definition:
         has_defaults: Whether the schema has the parameters' defaults; derived operators take every
             argument.
         cache_dir: Folder of its compiled programs, None for that of the settings.
+        freshness: The globals that the kernel reads, None if there are none.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Definition:
     donated: tuple[str, ...] = ()
     flops: Callable[..., int] | None = None
     cache_dir: Any = None
+    freshness: Freshness | None = None
 
 
 class Operator:
@@ -100,6 +103,7 @@ class Operator:
         self.definition = definition
         self.counters = counters
         self.shapes = ShapeRule(self)
+        self._shapes_of = self._version()
         self.autocast: dict[str, torch.dtype | str] = {}
         namespace, self.opname = definition.name.split("::")
         self.library = torch.library.Library(namespace, "FRAGMENT")
@@ -121,7 +125,11 @@ class Operator:
     # ------------------------------------------------------------------ implementations
     def implement(self, backend: backend_table.Backend) -> None:
         """Register this operator's implementation by a backend."""
-        implementation = backend.implement(self)
+        watched = self.definition.freshness
+        if watched is None:
+            implementation = backend.implement(self)
+        else:
+            implementation = refreshed(self, watched, lambda: backend.implement(self))
         if self.definition.mutated:
             implementation = overlap.guarded(self, self.definition.mutated, implementation)
         if self.definition.donated:
@@ -183,6 +191,15 @@ class Operator:
         args, kwargs = positional_and_keyword(self, arguments)
         return self.op(*args, **kwargs)
 
+    def forget_shapes(self) -> None:
+        """Derive the shapes of results anew: the kernel computes something else now."""
+        self.shapes = ShapeRule(self)
+        self._shapes_of = self._version()
+
+    def _version(self) -> int:
+        watched = self.definition.freshness
+        return 0 if watched is None else watched.version()
+
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """The fake kernel: outputs of the right shape, stride, dtype and device, without values."""
         arguments = self.arguments(args, kwargs)
@@ -190,6 +207,8 @@ class Operator:
         if self.definition.mutated:
             overlap.check(self, self.definition.mutated, arguments)
         self._check_sizes(device, arguments)
+        if self._version() != self._shapes_of:
+            self.forget_shapes()
         slots = self.shapes(arguments)
         if not self.definition.returns:  # a kernel that only writes to its arguments
             return None

@@ -93,6 +93,8 @@ def _like(spec: KernelSpec, name: str, old: Any, new: Any) -> Any:
     """A mutated argument's new value, which must fit the tensor that it is written into."""
     import jax.numpy as jnp
 
+    if old is None:  # an optional argument that the call leaves out
+        return None
     if isinstance(old, (list, tuple)):
         if len(new) != len(old):
             raise ValueError(

@@ -476,3 +476,26 @@ def test_a_parameter_may_be_called_self() -> None:
 
     assert own_self(torch.ones(2), self=3).tolist() == [3.0, 3.0]
     assert own_self.bind(torch.ones(2), self=3).static["self"] == 3
+
+
+@tk.tpu_kernel("calls::add_residual", mutates_args=("residual",))
+def add_residual(x: jax.Array, residual: jax.Array | None = None):
+    return {"residual": None if residual is None else residual + x}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [None, "aot_eager", "tpu"])
+def test_an_optional_argument_can_be_written_to_or_left_out(
+    device: str, backend: str | None
+) -> None:
+    torch._dynamo.reset()
+    call = add_residual
+    if backend is not None:
+        call = torch.compile(lambda *a: add_residual(*a), backend=backend, fullgraph=True)
+    x, base = torch.ones(2, device=device), torch.zeros(6, device=device)
+    version = base._version
+    assert call(x, base[2:4]) is None
+    assert base.tolist() == [0, 0, 1, 1, 0, 0]
+    assert base._version > version
+    assert call(x) is None
+    assert call(x, None) is None

@@ -84,7 +84,8 @@ def return_lines(
         if kinds[name].is_list:
             lines.append(f"        for _o, _n in zip({name}, _r[{i}]): _o.copy_(_T(_n))")
         else:
-            lines.append(f"        {name}.copy_(_T(_r[{i}]))")
+            given = f"if {name} is not None: " if kinds[name] is Kind.OPTIONAL else ""
+            lines.append(f"        {given}{name}.copy_(_T(_r[{i}]))")
     results = [_torch_expression(kind, f"_r[{i}]") for i, kind in enumerate(returns)]
     if len(results) > 1:
         lines.append(f"        return ({', '.join(results)})")

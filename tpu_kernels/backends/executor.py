@@ -412,5 +412,5 @@ def _write_back(old: Any, new: Any) -> None:
     if isinstance(old, (list, tuple)):
         for o, n in zip(old, new, strict=True):
             o.copy_(n)
-    else:
+    elif old is not None:
         old.copy_(new)
