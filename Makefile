@@ -108,6 +108,7 @@ bench: $(VENV)/.installed
 		echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 
 tables: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/matmul_tables.py --out tpu_kernels/tuning/tables
 	for shapes in $(TABLE_SHAPES); do \
 		$(BIN)/tpu-kernels tune tpu::matmul --shapes $$shapes --target v5e,v5p,v6e,tpu7x --trials 24 $(ARGS) \
 			|| exit 1; \

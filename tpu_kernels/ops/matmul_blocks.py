@@ -23,6 +23,7 @@ from tpu_kernels.ops.tiles import (
     even_block,
     padded_bytes,
     round_up,
+    vmem_limit,
 )
 
 # What the autotuner tries. Multiples of 256 fill the MXU of every generation (256 x 256 from v6e
@@ -60,6 +61,7 @@ class Machine(NamedTuple):
         bytes: Bytes that it gets from HBM in a cycle.
         width: Rows and columns of a matrix unit.
         vmem: Bytes of VMEM that blocks may take.
+        vmem_all: Bytes of VMEM that there are, 0 if that is unknown.
         cores: Cores that share the grid.
     """
 
@@ -67,6 +69,7 @@ class Machine(NamedTuple):
     bytes: float
     width: int
     vmem: int
+    vmem_all: int
     cores: int
 
 
@@ -88,6 +91,7 @@ def _machine(device_kind: str | None) -> Machine:
         bytes=_HBM_USABLE * chip.hbm_bytes_per_s / chip.clock_hz,
         width=chip.mxu_size,
         vmem=DEFAULT_VMEM if device_kind is None else max(DEFAULT_VMEM, share),
+        vmem_all=0 if device_kind is None else chip.vmem_bytes,
         cores=1 if device_kind is None else chip.cores_per_device,
     )
 
@@ -249,6 +253,31 @@ def vmem_need(operands: Operands, plan: Plan, blocks: Blocks) -> int:
         else 0
     )
     return 2 * buffered + products * total + extra
+
+
+def limit(
+    operands: Operands, plan: Plan, blocks: Blocks, chip: Machine | None = None
+) -> int | None:
+    """The `vmem_limit_bytes` to ask of the compiler.
+
+    Args:
+        operands: Anything with shapes and dtypes.
+        plan: The product's orientation and dtypes.
+        blocks: Legal blocks.
+        chip: What it runs on; by default, what it is traced for.
+
+    Returns:
+        Bytes, or None where the default limit suffices or is all there is.
+    """
+    chip = chip or machine()
+    need = vmem_need(operands, plan, blocks)
+    if not chip.vmem_all:
+        return vmem_limit(need)
+    m, n, _ = pieces(operands, plan, blocks, chip)
+    # Partial sums of a piece are spilled where the block is deeper than the matrix unit.
+    asked = vmem_limit(need + padded_bytes((m, n), jnp.float32))
+    most = chip.vmem_all * 15 // 16
+    return None if asked is None or most <= 16 * MIB else min(asked, most)
 
 
 def fits(

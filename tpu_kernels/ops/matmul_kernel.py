@@ -20,10 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.ops.epilogue import activate, as_rank
-from tpu_kernels.ops.matmul_blocks import choose_blocks, pieces, vmem_need
+from tpu_kernels.ops.matmul_blocks import choose_blocks, limit, pieces
 from tpu_kernels.ops.matmul_plan import Blocks, Operands, Plan
 from tpu_kernels.ops.precision import Contraction, dot
-from tpu_kernels.ops.tiles import vmem_limit
 
 
 class _Static(NamedTuple):
@@ -263,7 +262,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             # Parallel: a chip with two cores shares the output. K revisits it, so in order.
             dimension_semantics=[*[pltpu.PARALLEL] * (len(batch) + 2), pltpu.ARBITRARY],
-            vmem_limit_bytes=vmem_limit(vmem_need(operands, plan, blocks)),
+            vmem_limit_bytes=limit(operands, plan, blocks),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * math.prod(batch) * m * n * k * products,
