@@ -156,8 +156,8 @@ def _tokamax_ragged_dot(row: Mapping[str, Any]) -> Built | None:
     lhs, rhs = _array(_entry(spec, "lhs")), _array(_entry(spec, "rhs"))
     sizes = _entry(spec, "group_sizes")
     numbers = _entry(spec, "ragged_dot_dimension_numbers")
-    if not isinstance(sizes, dict) or numbers is None:
-        return None  # explicit sizes are cut off in the row
+    if not isinstance(sizes, dict) or numbers is None or "explicit groups" in row.get("src", ""):
+        return None  # sizes that the row has cut off, or does not have at all
     count, total = sizes["num_groups"], sizes["total_size"]
     # What tokamax tunes with where a specification names only the total: rows drawn at random, so
     # that hardly any group ends with a tile.
