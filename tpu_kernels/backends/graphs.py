@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from tpu_kernels import _compat_jax
 from tpu_kernels.backends import bridges, dropout
+from tpu_kernels.backends.buckets import Buckets
 from tpu_kernels.backends.device.capsule import ACTIVE, settle_all
 from tpu_kernels.backends.disk import compile_jitted
 from tpu_kernels.backends.program_cache import cache_for
@@ -58,6 +59,8 @@ class CompileStats:
         programs: Programs made.
         loaded: Those among them that another process had compiled (see `tpu-kernels cache`).
         nodes: Operators in programs.
+        padded: Calls whose arguments were padded to the sizes of a program (see `mark_dynamic`).
+        unpadded: Specialisations for want of that, by reason.
         left: Operators that ran outside of programs for want of a lowering, by name.
         whole: Graphs that run node by node, by reason.
     """
@@ -67,6 +70,8 @@ class CompileStats:
     programs: int = 0
     loaded: int = 0
     nodes: int = 0
+    padded: int = 0
+    unpadded: dict[str, int] = dataclasses.field(default_factory=dict)
     left: dict[str, int] = dataclasses.field(default_factory=dict)
     whole: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -87,8 +92,8 @@ def compile_stats() -> CompileStats:
         >>> compile_stats().programs - before
         1
     """
-    left, whole = dict(_stats.left), dict(_stats.whole)
-    return dataclasses.replace(_stats, left=left, whole=whole)
+    tables = {n: dict(getattr(_stats, n)) for n in ("left", "whole", "unpadded")}
+    return dataclasses.replace(_stats, **tables)
 
 
 class CompiledGraph:
@@ -110,6 +115,7 @@ class CompiledGraph:
         self.known: dict[Any, Callable[..., Any]] = {}
         self.left: dict[str, str] = {}
         self.lock = threading.RLock()
+        self.buckets = Buckets.of(graph)
         config_table.watch(self)
         _stats.graphs += 1
 
@@ -124,6 +130,29 @@ class CompiledGraph:
             settle_all()
         if chain.FLAGS.slow:  # calls are being checked or recorded one by one
             return self.graph(*args)
+        return self._run(*args) if self.buckets is None else self._bucketed(*args)
+
+    def _bucketed(self, *args: Any) -> Any:
+        """Run the program of a larger size on padded arguments, where that is the same."""
+        buckets = cast(Buckets, self.buckets)
+        actual, padded = buckets.sizes(args)
+        if actual == padded:
+            return self._run(*args)
+        axes = buckets.plan(padded, args)
+        if not isinstance(axes, str):
+            results = buckets.run(self._run, args, actual, padded, axes)
+            if not self.left:
+                _stats.padded += 1
+                return results
+            axes = buckets.refuse(padded, "operators run outside of the program")
+        before = len(self.known)
+        results = self._run(*args)
+        if len(self.known) > before:
+            _stats.unpadded[axes] = _stats.unpadded.get(axes, 0) + 1
+            tell("a dynamic size", axes, "cannot be padded, each size has a program of its own")
+        return results
+
+    def _run(self, *args: Any) -> Any:
         key = (
             current_mode(),
             chain.active_key(),
@@ -203,13 +232,13 @@ class CompiledGraph:
         return None
 
 
-def tell(what: str, why: str) -> None:
-    """Note once per process that an operator runs outside of programs."""
+def tell(what: str, why: str, how: str = "runs outside of the program") -> None:
+    """Note once per process how something runs that is not one program for all sizes."""
     with _told_lock:
         if (what, why) in _told:
             return
         _told.add((what, why))
-    log.warning("torch.compile(backend='tpu'): %s runs outside of the program: %s", what, why)
+    log.warning("torch.compile(backend='tpu'): %s %s: %s", what, how, why)
 
 
 def _is_dynamic(meta: Any) -> bool:

@@ -20,6 +20,13 @@ class Sizes:
     def __init__(self) -> None:
         self._values: dict[Any, Any] = {}
 
+    @classmethod
+    def of(cls, values: Mapping[Any, int]) -> Sizes:
+        """Sizes whose symbols have these values."""
+        found = cls()
+        found._values.update({s: sympy.Integer(n) for s, n in values.items()})
+        return found
+
     def learn(self, fake: Any, actual: Any) -> None:
         """Read the symbols of a placeholder off its actual argument."""
         if isinstance(fake, torch.Tensor) and isinstance(actual, torch.Tensor):
@@ -29,6 +36,14 @@ class Sizes:
             expression = _compat_torch.expression_of(fake)
             if expression is not None and expression.is_Symbol:
                 self._values[expression] = sympy.Integer(int(actual))
+
+    def symbol(self, symbol: Any) -> int:
+        """The value of a symbol that has been learned."""
+        return int(self._values[symbol])
+
+    def values(self) -> dict[Any, int]:
+        """The values of all symbols that have been learned."""
+        return {symbol: int(value) for symbol, value in self._values.items()}
 
     def value(self, size: Any) -> int | None:
         """A size as a number, None if that cannot be told."""
