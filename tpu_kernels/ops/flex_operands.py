@@ -195,7 +195,7 @@ class Reader:
 
     Attributes:
         hoisted: The value.
-        dtype: Its dtype, which the operand's own may be wider than.
+        dtype: What the kernel computes it in: floats as float32, whatever they are in memory.
         batched: Whether it depends on the batch.
         headed: Whether it depends on the head.
     """
@@ -263,7 +263,8 @@ def operands(
     """
     readers, arrays, specs = [], [], []
     for hoisted, array in zip(hoist(program), found, strict=True):
-        reader = Reader(hoisted, array.dtype, "b" in hoisted.symbols, "h" in hoisted.symbols)
+        dtype = jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype
+        reader = Reader(hoisted, dtype, "b" in hoisted.symbols, "h" in hoisted.symbols)
         kind = hoisted.kind
         array = array.astype(_carrier(array.dtype, kind))
         if kind == "number":

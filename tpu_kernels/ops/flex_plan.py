@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.ops.attention_blocks import Band
@@ -17,7 +16,7 @@ from tpu_kernels.ops.attention_plan import Blocks, Plan, Shape, choose_blocks
 from tpu_kernels.ops.attention_scores import LOG2E
 from tpu_kernels.ops.flex_blocks import Sparsity
 from tpu_kernels.ops.flex_operands import Hoisted, hoist, values
-from tpu_kernels.ops.flex_program import Program, evaluate, parse
+from tpu_kernels.ops.flex_program import Program, parse
 from tpu_kernels.ops.tiles import LANES, round_up
 
 _EVERYTHING = Band()
@@ -63,22 +62,15 @@ class FlexPlan(Plan):
 
 @functools.lru_cache(maxsize=256)
 def keeps_everything(text: str) -> bool:
-    """Whether a mask_mod is True whatever its arguments: PyTorch's stand-in for none."""
+    """Whether a mask_mod is the constant True: PyTorch's stand-in for none."""
     program = parse(text)
-    if program.depends[program.result] & {"q", "k", "b", "h", "t"} and not _constant(program):
+    step = program.step_of(program.source(program.result))
+    if step is None:
         return False
-    zero = np.zeros((), np.int32)
-    with jax.ensure_compile_time_eval():
-        return bool(evaluate(program, program.result, [zero] * program.first_step))
-
-
-def _constant(program: Program) -> bool:
-    """Whether the result is made by an operator that looks at no values."""
-    step = program.step_of(program.result)
-    return step is not None and step.name in (
-        "aten::new_ones", "aten::new_full", "aten::full", "aten::ones", "aten::ones_like",
-        "aten::scalar_tensor",
-    )  # fmt: skip
+    if step.name in ("aten::new_ones", "aten::ones", "aten::ones_like"):
+        return True
+    place = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 1, "aten::scalar_tensor": 0}
+    return step.name in place and step.args[place[step.name]] in (True, 1)
 
 
 @dataclasses.dataclass(frozen=True)
