@@ -112,7 +112,7 @@ def capture(
     """
 
     def work() -> Capture:
-        with _compat_helion.vmem_limit(vmem_bytes):
+        with _compat_helion.vmem_limit(vmem_bytes), _compat_helion.without_log():
             bound = kernel.bind(for_helion(arguments))
             chosen = config if config is not None else _own_config(kernel, bound)
             chosen = _compat_helion.normalized(bound, chosen)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,41 @@ class HelionFunction:
 
         found: list[str] = in_fresh_thread(work)
         return [{self.config_name: text} for text in found]
+
+    def search(
+        self,
+        values: Mapping[str, Any],
+        price: Callable[[Sequence[str]], Sequence[float]],
+        *,
+        algorithm: str,
+        seed: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Let one of Helion's searches walk through its config space.
+
+        Args:
+            values: Arguments by name.
+            price: Gives the cost of each of several configs, which it gets as texts; infinite for
+                one that does not work. What it raises ends the search.
+            algorithm: Name of the search in `helion.autotuner.search_algorithms`.
+            seed: Makes it repeatable.
+            options: Keywords of the search.
+        """
+        ordered = for_helion([_stand_in(values[name]) for name in self.parameters])
+        # A variant of its own: a search changes settings of what it searches.
+        kernel = _compat_helion.retarget(self.helion_kernel, interpret=False)
+
+        def priced(configs: Sequence[Any]) -> Sequence[float]:
+            return price([helion_config.to_text(c) for c in configs])
+
+        def work() -> None:
+            with _compat_helion.vmem_limit(_VMEM):
+                bound = kernel.bind(ordered)
+                _compat_helion.run_search(
+                    bound, ordered, algorithm, priced, seed=seed, options=options
+                )
+
+        in_fresh_thread(work)
 
     def _variant(self, interpret: bool) -> Any:
         if interpret not in self._variants:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +81,102 @@ def normalized(bound: Any, config: Any) -> Any:
 def is_viable(bound: Any, config: Any) -> bool:
     """Whether Helion's own search would try a config; the check hangs on its backend object."""
     return bool(bound.config_spec.backend.autotune_config_is_viable(bound.config_spec, config))
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Keep what Helion logs in this thread away from the user.
+
+    It logs every failure to generate code, with a traceback of its own internals and the hint of a
+    Triton error, before it raises it; the error is reported at the author's line.
+    """
+    thread = threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = logging.getLogger("helion.runtime.kernel")
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
+
+
+def run_search(
+    bound: Any,
+    arguments: Sequence[Any],
+    algorithm: str,
+    price: Callable[[Sequence[Any]], Sequence[float]],
+    *,
+    seed: int,
+    options: Mapping[str, Any],
+) -> None:
+    """Let one of Helion's searches ask for prices of configs, until it has enough.
+
+    Its searches take what measures from a class attribute, and run the winners once more on the
+    machine unless a function that benchmarks is set: both stand for the price here.
+
+    Args:
+        bound: A bound kernel; nothing of it is run.
+        arguments: What it was bound to.
+        algorithm: Name of the search, such as ``"PatternSearch"``.
+        price: Called with configs that it wants to know; infinite for one that does not work. What
+            it raises ends the search, and is raised.
+        seed: Makes the search repeatable as long as the prices are.
+        options: Keywords of the search.
+    """
+    import random
+    import time
+
+    from helion.autotuner import search_algorithms
+    from helion.autotuner.benchmark_provider import BenchmarkProvider, BenchmarkResult
+
+    class Priced:
+        def __init__(self, cost: float) -> None:
+            self.cost = cost
+
+        def __call__(self, *_: Any) -> float:
+            return self.cost
+
+    class Prices(BenchmarkProvider):  # type: ignore[misc]
+        mutated_arg_indices: Sequence[int] = ()
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def setup(self) -> None:
+            pass
+
+        def cleanup(self) -> None:
+            pass
+
+        def benchmark(self, configs: Sequence[Any], **_: Any) -> list[Any]:
+            costs = price(configs) if configs else ()
+            return [
+                BenchmarkResult(
+                    config=config,
+                    fn=Priced(cost),
+                    perf=cost,
+                    status="ok" if cost < float("inf") else "error",
+                    compile_time=0.0,
+                    completed_at=time.perf_counter(),
+                )
+                for config, cost in zip(configs, costs, strict=True)
+            ]
+
+    bound.settings.autotune_benchmark_fn = lambda fns, **_: [fn() for fn in fns]
+    bound.settings.autotune_random_seed = seed
+    bound.settings.autotune_log_level = 0
+    state = random.getstate()
+    try:
+        search = search_algorithms[algorithm](bound, arguments, **options)
+        search._benchmark_provider_cls = Prices
+        # Else the finalists are timed once more under JAX's profiler, which starts a TPU runtime.
+        search._resolve_device_micros_paired_bench = lambda: None
+        search.autotune()
+    finally:
+        random.setstate(state)
 
 
 def forget_outputs(wrapper: Callable[..., Any]) -> None:
@@ -193,6 +291,15 @@ _USED: Mapping[str, tuple[str, ...]] = {
     "_ensure_cpu_tpu_info": ("device_kind",),
     "_build_matmul_dot_general_jit_fn": ("spec",),
 }
+
+
+def moved_of_searches() -> list[str]:
+    """What `run_search` uses of Helion's searches and the installed release does not have."""
+    from helion.autotuner import base_search
+
+    source = inspect.getsource(base_search)
+    used = ("_benchmark_provider_cls", "_resolve_device_micros_paired_bench")
+    return [f"helion.autotuner.base_search: {name}" for name in used if name not in source]
 
 
 def moved() -> list[str]:

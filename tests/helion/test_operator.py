@@ -80,6 +80,7 @@ def test_a_kernel_computes_what_torch_does(name: str) -> None:
 
 def test_nothing_private_to_helion_has_moved() -> None:
     assert _compat_helion.moved() == []
+    assert _compat_helion.moved_of_searches() == []
 
 
 def test_a_written_argument_is_written_back_through_a_view() -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tpu_kernels.tuning.activity import Activity
     from tpu_kernels.tuning.cache import TuningCache
     from tpu_kernels.tuning.cluster import RayWorkers
+    from tpu_kernels.tuning.helion_search import search_helion
     from tpu_kernels.tuning.lookup import cache_key
     from tpu_kernels.tuning.recording import record
     from tpu_kernels.tuning.report import TuneReport, TuneRow
@@ -31,6 +32,7 @@ _WHERE = {
     "Workload": "workload",
     "cache_key": "lookup",
     "record": "recording",
+    "search_helion": "helion_search",
     "select": "selection",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "autotune",
     "cache_key",
     "record",
+    "search_helion",
     "select",
 ]
 
