@@ -58,7 +58,7 @@ def results(spec: KernelSpec, values: Mapping[str, Any]) -> tuple[Any, dict[str,
     Returns:
         The outputs, and the new values of mutated arguments by name.
     """
-    result = call(spec, values)
+    result: Any = call(spec, values)
     mutated = spec.mutates_args
     if not mutated:
         return result, {}

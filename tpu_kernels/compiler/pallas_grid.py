@@ -148,7 +148,7 @@ def grid_calls(jaxpr: Any) -> list[GridCall]:
 
 def copy_starts(jaxpr: Any) -> list[str | None]:
     """Where the kernels of a traced program start copies of their own, as ``file:line``."""
-    found = []
+    found: list[str | None] = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "dma_start":
             found.append(_compat_jax.equation_place(eqn))
