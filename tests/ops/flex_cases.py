@@ -112,7 +112,7 @@ def dense_bias_in_a_window() -> Problem:
     bias = normal(2, 150, 170)
     return Problem(
         *inputs(lengths=(150, 170)),
-        score_mod=lambda s, b, h, q, k: s + bias[h, q, k],
+        score_mod=lambda s, b, h, q, k: 2 * torch.tanh(s / 2) + bias[h, q, k],
         mask_mod=lambda b, h, q, k: (q >= k) & (q - k < 40),
         captured=(bias,),
     )
