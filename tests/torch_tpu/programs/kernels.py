@@ -281,7 +281,7 @@ def check_candidates_are_timed_on_the_device_and_their_results_compared() -> Non
     with pytest.warns(tk.tuning.SimulatedTime):
         report = tk.autotune(tuned, (X, x), configs={"how": ["good", "fine"]}, **options)
     assert report.best is not None
-    assert report.best.figures["samples"] > 3
+    assert report.best.figures["samples"] > 0
     assert "TorchTPU on the CPU" in report.decision
     assert {activity.stage for activity in seen} == {"running", "timing"}
     assert torch.equal(X, before)
