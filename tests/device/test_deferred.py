@@ -354,16 +354,20 @@ def test_ctrl_c_while_results_are_put_in_place_loses_nothing(
         fused(*args)
 
     x = torch.ones(4, device="tpu")
+
+    def made() -> Tensor:
+        return (x + 1) * 3
+
     with tpu.set_eager_mode(DEFERRED):
         for _ in range(3):
-            assert ((x + 1) * 3).tolist() == [6] * 4
-        y = (x + 1) * 3
+            assert made().tolist() == [6] * 4
+        y = made()
         monkeypatch.setattr(running, "_fused", interrupted)
         with pytest.raises(KeyboardInterrupt):
             y.tolist()
         monkeypatch.undo()
         assert y.tolist() == [6] * 4
-        assert ((x + 1) * 3).tolist() == [6] * 4
+        assert made().tolist() == [6] * 4
 
 
 # ---------------------------------------------------------------------- beside the rest

@@ -28,9 +28,9 @@ DTYPES = frozenset(
 
 # They look at a tensor's sizes only; so they need not wait for its values.
 SHAPE_ONLY = frozenset(
-    """empty_like new_empty new_empty_strided rand_like randn_like randint_like new_zeros new_ones
-    new_full""".split()
-)
+    {"empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like",
+     "new_zeros", "new_ones", "new_full"}
+)  # fmt: skip
 # They write to running statistics without saying so, or allocate, or are no functions of values.
 _NEVER = ("batch_norm", "empty", "resize", "set_", "moving_avg", "record_stream", "lift", "rrelu")
 _VALUE_TAGS = (
@@ -96,15 +96,18 @@ class Entry:
         inputs: Geometry of each tensor among the arguments.
         written: Which tensors it writes to.
         outputs: Geometry of each new result; None for one that is not there.
+        sizes: Elements and bytes of each new result.
         form: How the results are returned: ``"one"``, ``"list"``, ``"tuple"``, ``"self"``,
             ``"nothing"``.
         refused: Why its calls cannot be recorded, None if they can.
         checked: Whether its indices are checked when it runs.
+        told: Whether it can still go wrong when it runs, so that its line is kept.
+        dtypes: Dtype of each tensor among the arguments.
     """
 
     __slots__ = (
-        "args", "checked", "form", "info", "inputs", "kwargs", "number", "outputs", "refused",
-        "written",
+        "args", "checked", "dtypes", "form", "info", "inputs", "kwargs", "number", "outputs",
+        "refused", "sizes", "told", "written",
     )  # fmt: skip
 
     def __init__(self, info: Info, call: Call) -> None:
@@ -117,8 +120,11 @@ class Entry:
         self.written: tuple[int, ...] = ()
         self.outputs: tuple[Geometry | None, ...] = ()
         self.form = "nothing"
+        self.sizes: tuple[tuple[int, int], ...] = ()
         self.refused: str | None = None
         self.checked = info.checked
+        self.told = info.checked or info.kernel is not None
+        self.dtypes = tuple(place.dtype for place in self.inputs)
 
 
 class Info:
@@ -338,6 +344,9 @@ def _fill(entry: Entry, call: Call, result: Any) -> str | None:
         given.add(sid)
         outputs.append(place)
     entry.outputs = tuple(outputs)
+    entry.sizes = tuple(
+        (0, 0) if p is None else (p.count, p.count * p.dtype.itemsize) for p in outputs
+    )
     return None
 
 

@@ -46,19 +46,22 @@ def _region() -> int:
     return int(address)
 
 
-def placeholder(place: Any, nbytes: int) -> torch.Tensor:
+def placeholder(place: Any, nbytes: int) -> tuple[torch.Tensor, Any]:
     """Make a tensor without memory.
 
     Args:
         place: A `Geometry` with elements side by side.
         nbytes: Bytes of its elements.
+
+    Returns:
+        The tensor and its storage.
     """
     tensor = _empty(place.shape, place.dtype)
     storage = tensor.untyped_storage()
     storage._swap_data_ptr_(_storage_on(_region(), _DEVICE, nbytes))
     if tensor.stride() != place.stride:
         _set_storage(CPU_KEYS, tensor, storage, 0, place.shape, place.stride)
-    return tensor
+    return tensor, storage
 
 
 def give_memory(storage: Any, memory: torch.Tensor) -> None:

@@ -109,9 +109,14 @@ def build(
         function = jax.jit(_fresh(jaxpr), keep_unused=True)
         # Compiled before anything runs: a Ctrl-C finds nothing changed.
         device = _compat_jax.cpu_device()
-        samples = [jax.device_put(np.zeros(s.shape, s.dtype), device) for s in structs[: len(inputs)]]
+        samples = [
+            jax.device_put(np.zeros(s.shape, s.dtype), device) for s in structs[: len(inputs)]
+        ]
         samples += [np.float64(0)] * len(numbers)
-        if not compile_jitted(cache_for(), function, samples, name="deferred") and cache_for() is None:
+        if (
+            not compile_jitted(cache_for(), function, samples, name="deferred")
+            and cache_for() is None
+        ):
             function(*samples)
     return Program(
         function,
@@ -200,8 +205,7 @@ class _Trace:
     def _node(self, number: int, node: Node, floats: list[Any], flags: list[Any]) -> None:
         entry = node.entry
         values = [
-            self._read(index, place)
-            for index, place in zip(node.slots, entry.inputs, strict=True)
+            self._read(index, place) for index, place in zip(node.slots, entry.inputs, strict=True)
         ]
         if entry.info.functional is None:  # copy_
             self._write(node, 0, values[1])
@@ -318,4 +322,3 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for each in value for leaf in _leaves(each)]
     return [value]
-

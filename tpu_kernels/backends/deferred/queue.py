@@ -43,26 +43,27 @@ class Slot:
         dtype: Of its elements.
         count: How many elements it has.
         weak: For a fresh slot, the weak reference to its storage; None for a given one.
-        tensor: For a given slot, a tensor on it, which keeps it alive.
+        held: For a given slot, the storage, since a tensor may be given another one (`set_`); for
+            a number on the CPU, a tensor.
         written: Whether a node writes to it after it was made.
     """
 
-    __slots__ = ("count", "dtype", "index", "tensor", "weak", "written")
+    __slots__ = ("count", "dtype", "held", "index", "weak", "written")
 
     def __init__(
-        self, index: int, dtype: torch.dtype, count: int, weak: int | None, tensor: Any
+        self, index: int, dtype: torch.dtype, count: int, weak: int | None, held: Any
     ) -> None:
         self.index = index
         self.dtype = dtype
         self.count = count
         self.weak = weak
-        self.tensor = tensor
+        self.held = held
         self.written = False
 
     def storage(self) -> Any:
         """The storage, None if nobody holds it any more."""
         if self.weak is None:
-            return self.tensor.untyped_storage()
+            return self.held
         return torch.UntypedStorage._new_with_weak_ptr(self.weak)
 
 
@@ -83,8 +84,8 @@ class Node:
     def __init__(
         self,
         entry: Entry,
-        slots: tuple[int, ...],
-        made: tuple[int, ...],
+        slots: list[int],
+        made: list[int],
         floats: list[float],
         where: str | None,
     ) -> None:
@@ -108,32 +109,32 @@ class Queue:
     # ------------------------------------------------------------------ recording
     def record(self, entry: Entry, call: Call) -> Any:
         """Record a call; returns what the operator returns, or None if it cannot be done."""
-        slots: list[int] = []
-        for tensor, place in zip(call.tensors, entry.inputs, strict=True):
-            slot = self.slots.get(storage_id(tensor)) or self._given(tensor)
-            if slot is None or slot.dtype is not place.dtype:
+        known, order = self.slots, self.order
+        found: list[Slot] = []
+        for tensor, dtype in zip(call.tensors, entry.dtypes, strict=True):
+            slot = known.get(storage_id(tensor)) or self._given(tensor)
+            if slot is None or slot.dtype is not dtype:
                 return NotImplemented
-            slots.append(slot.index)
+            found.append(slot)
         for index in entry.written:
             self._claim(call.tensors[index])
         results: list[torch.Tensor | None] = []
         made: list[int] = []
-        for place in entry.outputs:
+        for place, (count, nbytes) in zip(entry.outputs, entry.sizes, strict=True):
             if place is None:
                 results.append(None)
                 continue
-            count = place.count
-            tensor = placeholder(place, count * place.dtype.itemsize)
-            storage = tensor.untyped_storage()
-            slot = Slot(len(self.order), place.dtype, count, storage._weak_ref(), None)
-            self.order.append(slot)
-            self.slots[storage_id(tensor)] = slot
+            tensor, storage = placeholder(place, nbytes)
+            slot = Slot(len(order), place.dtype, count, storage._weak_ref(), None)
+            order.append(slot)
+            known[storage._cdata] = slot
             made.append(slot.index)
             results.append(tensor)
-        where = user_line() if entry.checked or entry.info.kernel is not None else None
-        node = Node(entry, tuple(slots), tuple(made), call.floats, where)
+        slots = [slot.index for slot in found]
+        where = user_line() if entry.told else None
+        node = Node(entry, slots, made, call.floats, where)
         for index in entry.written:
-            self.order[slots[index]].written = True
+            found[index].written = True
         self.nodes.append(node)
         capsule.ACTIVE[id(self)] = self
         if len(self.nodes) >= LIMIT:
@@ -149,16 +150,18 @@ class Queue:
     def _given(self, tensor: torch.Tensor) -> Slot | None:
         """Enter a storage that exists; None if this queue cannot have it."""
         if tensor.get_device() < 0:
-            tensor = tensor.detach().clone()  # a number, whose tensor may change
-        else:
-            self._claim(tensor, written=False)
-        size = tensor.untyped_storage().nbytes()
-        if size % tensor.dtype.itemsize:
+            copy = tensor.detach().clone()  # a number, whose tensor may change
+            slot = Slot(len(self.order), tensor.dtype, 1, None, copy)
+            self.order.append(slot)
+            return slot
+        self._claim(tensor, written=False)
+        storage = tensor.untyped_storage()
+        count, rest = divmod(storage.nbytes(), tensor.dtype.itemsize)
+        if rest:
             return None
-        slot = Slot(len(self.order), tensor.dtype, size // tensor.dtype.itemsize, None, tensor)
+        slot = Slot(len(self.order), tensor.dtype, count, None, storage)
         self.order.append(slot)
-        if tensor.get_device() >= 0:
-            self.slots[storage_id(tensor)] = slot
+        self.slots[storage._cdata] = slot
         return slot
 
     def _claim(self, tensor: torch.Tensor, *, written: bool = True) -> None:
@@ -279,4 +282,3 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if caught:
             before(*caught[0])
-

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kernels import _compat_jax, _compat_torch
-from tpu_kernels._compat_torch import storage_id
 from tpu_kernels.backends import bridges
 from tpu_kernels.backends.deferred import operators, programs
 from tpu_kernels.backends.deferred.placeholder import address_of, flat_cpu, give_memory
@@ -117,11 +116,7 @@ def prepare(queue: Queue) -> Callable[[], None]:
         [
             slot.index
             for slot in order
-            if (
-                slot.written
-                if slot.weak is None
-                else not torch.UntypedStorage._expired(slot.weak)
-            )
+            if (slot.written if slot.weak is None else not torch.UntypedStorage._expired(slot.weak))
         ]
     )
     stats.runs += 1
@@ -180,9 +175,9 @@ def _program(
 def _fused(
     program: programs.Program, floats: array.array[float], nodes: list[Node], order: list[Slot]
 ) -> None:
-    # A storage's array may only be used as long as the storage is held.
-    held = [order[i].tensor for i in program.inputs]
-    arrays = [_import(tensor, order[i].dtype) for i, tensor in zip(program.inputs, held, strict=True)]
+    # A storage's array may only be used as long as the storage is held, which slots see to.
+    inputs = [order[i] for i in program.inputs]
+    arrays = [_import(slot.held, slot.dtype) for slot in inputs]
     results, flags = program.run(arrays, [floats[i] for i in program.numbers])
     if flags is not None and flags.any():
         raise _out_of_bounds(nodes[program.checks[int(flags.argmax())]])
@@ -211,12 +206,12 @@ _imported: dict[int, tuple[int, int, int, torch.dtype, Any]] = {}
 _sweep_at = 4096
 
 
-def _import(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """A storage's elements as a JAX array without a copy."""
-    if tensor.get_device() < 0:
-        return _array(tensor.reshape(1))
-    storage = tensor.untyped_storage()
-    sid, address, size = storage_id(tensor), address_of(storage), storage.nbytes()
+def _import(held: Any, dtype: torch.dtype) -> Any:
+    """A storage's elements (or a number on the CPU) as a JAX array without a copy."""
+    if isinstance(held, torch.Tensor):
+        return _array(held.reshape(1))
+    storage = held
+    sid, address, size = storage._cdata, address_of(storage), storage.nbytes()
     known = _imported.get(sid)
     if known is not None:
         weak = known[0]
@@ -267,10 +262,8 @@ def _one_by_one(nodes: list[Node], order: list[Slot], wanted: tuple[int, ...]) -
     keep = set(wanted)
     for slot in order:
         if slot.weak is None:
-            tensor = slot.tensor
-            bases[slot.index] = (
-                tensor if tensor.get_device() < 0 else flat_cpu(slot.storage(), slot.dtype)
-            )
+            number = isinstance(slot.held, torch.Tensor)
+            bases[slot.index] = slot.held if number else flat_cpu(slot.held, slot.dtype)
     try:
         for position, node in enumerate(nodes):
             _run(node, bases)
@@ -287,7 +280,6 @@ def _one_by_one(nodes: list[Node], order: list[Slot], wanted: tuple[int, ...]) -
                     give_memory(storage, wrap(bases[index]))
                     torch.UntypedStorage._free_weak_ref(slot.weak)
                     slot.weak = None
-                    slot.tensor = None
 
 
 def _run(node: Node, bases: dict[int, torch.Tensor]) -> None:
@@ -346,5 +338,3 @@ def _as_recorded(value: torch.Tensor, place: operators.Geometry) -> torch.Tensor
         return value
     found = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=_CPU)
     return found.copy_(value)
-
-
