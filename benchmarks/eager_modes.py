@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import tpu_kernels.device
+import tpu_kernels.device  # noqa: F401 - installs the device
 from tpu_kernels.backends.deferred import deferred_stats
 
 tpu: Any = torch.tpu  # type: ignore[attr-defined]
