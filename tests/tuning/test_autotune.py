@@ -376,3 +376,13 @@ def test_a_reference_may_write_and_return_what_it_wrote_to() -> None:
         outputs, written = reference.results(spec, given)
         assert outputs is None
         assert torch.equal(written["total"], torch.ones(2))
+
+
+def test_a_kernel_that_needs_its_config_has_no_usual_outputs() -> None:
+    @tpu_kernel("tune::needs_config")
+    def needs_config(x: jax.Array, *, kind: str) -> jax.Array:
+        return x + 1
+
+    with pytest.warns(TuningFallback):  # nothing runs: the budget is spent
+        report = autotune(needs_config, WIDE, configs={"kind": ["a"]}, budget_s=0.0, store=False)
+    assert [row.status for row in report.results] == ["skipped"]
