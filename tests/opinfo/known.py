@@ -24,8 +24,10 @@ def changes(suite: str, failed: Mapping[str, str], checked: Collection[str]) -> 
         checked: The entries that were run.
 
     Returns:
-        A line for each, empty where all is as known.
+        A line for each, empty where all is as known, or nothing is written down of the suite.
     """
+    if suite not in json.loads(_FILE.read_text(encoding="utf-8")):
+        return []  # a suite that is only reported
     known = exceptions(suite)
     worse = [f"{name}: {why}" for name, why in failed.items() if name not in known]
     better = [

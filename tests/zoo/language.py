@@ -77,7 +77,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     ),
     "mixtral": (
         _of("Mixtral ForCausalLM", **_DECODER, num_local_experts=4, num_experts_per_tok=2,
-            output_router_logits=True),
+            output_router_logits=True,
+            experts_implementation="batched_mm"),  # torch traces grouped_mm in bfloat16 only
         _next_token,
     ),
     "whisper": (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tpu_kernels.device  # noqa: F401 - before the first backward, which counts the devices
 from tests.zoo import language, others
+from tpu_kernels.backends.device.modes import DEFERRED, set_eager_mode
 
 MODELS = {**language.MODELS, **others.MODELS}
 
@@ -34,6 +35,7 @@ class Mode:
 CPU = Mode("cpu")
 MODES = {
     "strict": Mode("tpu"),
+    "deferred": Mode("tpu", scope=lambda: set_eager_mode(DEFERRED)),
     "compiled": Mode("tpu", lambda model: torch.compile(model, backend="tpu")),
 }
 
