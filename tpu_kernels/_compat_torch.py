@@ -488,14 +488,18 @@ def forget_compiled_code() -> None:
 INDUCTOR_READY = "torch._inductor.lowering"
 
 
-def inductor_decompositions() -> list[dict[Any, Callable[..., Any]]]:
+def inductor_decompositions(*, executed: bool = False) -> list[dict[Any, Callable[..., Any]]]:
     """Return Inductor's live decomposition tables, none while Inductor is not imported.
 
     The second, of random operators, comes before the first where Inductor draws random numbers
     itself. Call `refresh_inductor_decompositions` after a change.
+
+    Args:
+        executed: That the module is complete, where Python calls it incomplete until its import
+            returns: in a hook of `after_import`.
     """
     ready = sys.modules.get(INDUCTOR_READY)
-    if ready is None or getattr(ready.__spec__, "_initializing", False):
+    if ready is None or (not executed and getattr(ready.__spec__, "_initializing", False)):
         return []
     module = sys.modules["torch._inductor.decomposition"]
     return [module.decompositions, module.extra_random_decomps]

@@ -49,7 +49,7 @@ def enter(override: Override) -> None:
             compat.forget_compiled_code()
             compat.guard_every_graph(chain.active_key)
             cache_tag.add_source("overrides", _content)
-            compat.after_import(compat.INDUCTOR_READY, lambda _: _fill_table())
+            compat.after_import(compat.INDUCTOR_READY, lambda _: _fill_table(executed=True))
         for op in _traced(override):
             _users[op] = _users.get(op, 0) + 1
         _fill_table()
@@ -72,8 +72,8 @@ def _traced(override: Override) -> list[OpOverload]:
     return [op for op in ops - above if not is_mutable(op)]
 
 
-def _fill_table() -> None:
-    tables = compat.inductor_decompositions()
+def _fill_table(*, executed: bool = False) -> None:
+    tables = compat.inductor_decompositions(executed=executed)
     with chain.LOCK:
         for op in _users:
             if tables and op not in _replaced:

@@ -332,6 +332,26 @@ def test_graphs_from_before_the_first_override_are_dropped() -> None:
     assert done.stdout.split() == ["5.0", "1.0"], done.stderr
 
 
+def test_inductor_may_be_imported_while_an_override_is_in_force(tmp_path: Path) -> None:
+    # Only a fresh process has not imported it.
+    program = (
+        "import sys, torch\n"
+        "from tpu_kernels.registry.overrides import override\n"
+        "with override('aten::relu', lambda x: x * 5, device='cpu'):\n"
+        "    assert 'torch._inductor.lowering' not in sys.modules\n"
+        "    print(torch.compile(torch.relu)(torch.ones(2))[0].item())\n"
+        "print(torch.compile(torch.relu)(torch.ones(2))[0].item())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["5.0", "1.0"], done.stderr
+
+
 def test_no_override_costs_a_compiled_graph_nothing_but_an_empty_key() -> None:
     assert chain.active_key() == ()
     with override("aten::mm", plus_one, device="cpu"):
