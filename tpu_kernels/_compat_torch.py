@@ -660,19 +660,19 @@ def implement_flex(
         backward: Takes those of ``flex_attention_backward``.
         device: Name of the device.
     """
-    keys = torch._C.DispatchKey
+    keys: Any = torch._C.DispatchKey
     operators = flex_operators()
     for operator, function in zip(operators, (forward, backward), strict=True):
         operator.py_impl(keys.PrivateUse1)(function)
     autocast = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
-    @operators[0].py_impl(keys.AutocastPrivateUse1)
     def in_autocast(query: Any, key: Any, value: Any, *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         narrow = [x.to(dtype) if x.is_floating_point() else x for x in (query, key, value)]
         with exclude_keys(autocast):
             return operators[0](*narrow, *args)
 
+    operators[0].py_impl(keys.AutocastPrivateUse1)(in_autocast)
     before = module._validate_device
 
     def _validate_device(query: Any, key: Any, value: Any) -> None:
