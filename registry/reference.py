@@ -4,7 +4,7 @@ arguments."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpu_kernels.dsl.spec import KernelSpec
@@ -16,7 +16,8 @@ def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
     """Call the reference with a kernel's arguments by name.
 
     A reference need not know the tunables: it receives the arguments that it names, or, where its
-    names differ, the kernel's positional arguments in order.
+    names differ, the kernel's positional arguments in order. It runs on torch's own operators:
+    where the kernel stands in for one of them, the reference means the original.
 
     Args:
         spec: A kernel with a reference.
@@ -27,22 +28,29 @@ def call(spec: KernelSpec, values: Mapping[str, Any]) -> Any:
     """
     if spec.reference is None:
         raise ArgumentError(f"kernel {spec.name!r} has no reference", where=str(spec.source))
+    from tpu_kernels.registry.overrides.chain import originals  # it is built on kernels
+
+    with originals():
+        return _call(spec, spec.reference, values)
+
+
+def _call(spec: KernelSpec, reference: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     usable = [p for p in spec.parameters if p.name in values and not p.tunable]
     try:
-        accepted = inspect.signature(spec.reference).parameters
+        accepted = inspect.signature(reference).parameters
     except (TypeError, ValueError):  # a C function such as torch.add
         accepted = None
     if accepted is None:
-        return spec.reference(*(values[p.name] for p in usable if p.kind.is_tensor))
+        return reference(*(values[p.name] for p in usable if p.kind.is_tensor))
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()) or all(
         n in values for n, p in accepted.items() if p.default is inspect.Parameter.empty
     ):
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        return spec.reference(
+        return reference(
             **{p.name: values[p.name] for p in usable if takes_any or p.name in accepted}
         )
     positional = [values[p.name] for p in usable if not p.keyword_only][: len(accepted)]
-    return spec.reference(*positional)
+    return reference(*positional)
 
 
 def results(spec: KernelSpec, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -293,3 +293,25 @@ def test_an_operator_of_ours_counts_as_its_kernel() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert handle.impl_name == "override_test::pallas_mm"
         assert handle.where == str(pallas_mm.spec.source)
+
+
+@tpu_kernel(
+    "override_test::rms", reference=lambda x: F.rms_norm(x, x.shape[-1:]), backward="reference"
+)
+def rms(x: jax.Array) -> jax.Array:
+    """Its reference is the operator that it is put in the place of."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + jnp.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_reference_that_calls_the_overridden_operator_means_the_original(device: str) -> None:
+    x = torch.randn(4, 8).to(device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (8,))
+
+    expected = gradients(call, x)
+    with override("aten::rms_norm", lambda x, normalized_shape: rms(x), device=device) as handle:
+        got = gradients(call, x)
+    assert handle.hits == 1
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
