@@ -86,7 +86,7 @@ def registered_operators(key: str) -> frozenset[str]:
 
 
 # Which storage a tensor has, as a number; `untyped_storage()` makes an object (0.1 µs against 0.5).
-storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 # A storage on memory that somebody else owns, and a device tensor whose storage has no memory yet:
@@ -94,9 +94,10 @@ storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
 storage_on_memory: Callable[[int, torch.device, int], Any] = (
     torch._C._construct_storage_from_data_pointer
 )
-tensor_without_memory: Callable[[Sequence[int], torch.dtype], torch.Tensor] = (
+tensor_without_memory: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = (
     torch._C._acc.create_empty_tensor
 )
+
 
 def before_data_ptr(hook: Callable[[int], None]) -> None:
     """Call a function with a storage's id before anybody is told where its memory is.
@@ -116,8 +117,8 @@ def before_data_ptr(hook: Callable[[int], None]) -> None:
         hook(self._cdata)
         return of_storage(self)
 
-    torch.Tensor.data_ptr = tensor_data_ptr  # type: ignore[method-assign]
-    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
+    torch.Tensor.data_ptr = tensor_data_ptr  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign, assignment]
 
 
 # The autograd node that the calling thread runs the backward of, None outside of one: it knows the

@@ -316,6 +316,7 @@ def lists_of(kinds: Any, *, by_keys: bool = False, group: int = 1) -> Lists:
     flat = here.reshape(-1, outer * inner)
     counts = flat.sum(axis=1).astype(np.int32)
     length = outer * inner
+    order: Any
     if xp is np:
         order, count = np.argsort(~flat, axis=1, kind="stable"), int(counts.max())
         order, length = order[:, :count], count

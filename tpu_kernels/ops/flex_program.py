@@ -66,7 +66,7 @@ class Step:
     @property
     def name(self) -> str:
         """The operator without its overload."""
-        return self.op.name().partition(".")[0]
+        return str(self.op.name()).partition(".")[0]
 
     @property
     def pointwise(self) -> bool:

@@ -18,14 +18,14 @@ class Found(NamedTuple):
     """An index argument.
 
     Attributes:
-        index: The indices.
+        indices: The tensor of indices.
         size: What they must be below.
         what: What is indexed, for messages.
         least: The least that they may be.
         ignored: A value that is no index.
     """
 
-    index: Tensor
+    indices: Tensor
     size: int
     what: str
     least: int = 0

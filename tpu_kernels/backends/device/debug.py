@@ -93,7 +93,7 @@ def _check_indices(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         return
     arguments = bounds.by_name(compat.schema_of(operator), args, kwargs)
     for found in bounds.indices(operator._opname, arguments):
-        wrong = bounds.offender(found, to_cpu(found.index))
+        wrong = bounds.offender(found, to_cpu(found.indices))
         if wrong is not None:
             raise BoundsError(
                 f"{_called(operator)}: index {wrong} is out of bounds for {found.what}",

@@ -66,10 +66,11 @@ def register(device_module: Any) -> None:
     Args:
         device_module: ``torch.tpu``.
     """
-    for name, contents in {
+    submodules: dict[str, dict[str, Any]] = {
         "compiler": {"custom_compiler_options": custom_compiler_options},
         "ops": {"optimization_barrier": optimization_barrier},
-    }.items():
+    }
+    for name, contents in submodules.items():
         full = f"torch.tpu.{name}"
         module = ModuleType(full, f"The part of TorchTPU's {full} that can be simulated.")
         vars(module).update(contents, __all__=sorted(contents))
