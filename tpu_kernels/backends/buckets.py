@@ -182,7 +182,7 @@ class Buckets:
     ) -> Any:
         if not isinstance(node, Node):
             return result
-        meta = node.meta.get("val")
+        meta: Any = node.meta.get("val")
         if not isinstance(result, torch.Tensor):
             return known.value(meta) if isinstance(meta, torch.SymInt) else result
         for dim, axis in enumerate(places.get(node) or ()):

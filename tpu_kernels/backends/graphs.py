@@ -92,7 +92,7 @@ def compile_stats() -> CompileStats:
         >>> compile_stats().programs - before
         1
     """
-    tables = {n: dict(getattr(_stats, n)) for n in ("left", "whole", "unpadded")}
+    tables: dict[str, Any] = {n: dict(getattr(_stats, n)) for n in ("left", "whole", "unpadded")}
     return dataclasses.replace(_stats, **tables)
 
 

@@ -143,7 +143,8 @@ class Analysis:
         operands = [self.axes.get(a) if isinstance(a, Node) else None for a in node.args]
         if not isinstance(target, OpOverload):
             if getattr(target, "__name__", "") == "getitem" and isinstance(operands[0], list):
-                return operands[0][node.args[1]]
+                place: Any = node.args[1]
+                return operands[0][place]
             return None  # a function of sizes
         if not self._concerns(node):
             return None

@@ -120,7 +120,8 @@ def _permuted(analysis: Analysis, node: Node, operands: list[Any]) -> Axes:
     if "permute" in str(node.target):
         order = [int(d) % len(axes) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
     elif "transpose" in str(node.target):
-        a, b = (int(d) % len(axes) for d in node.args[1:3])  # type: ignore[call-overload]
+        swapped: Any = node.args[1:3]
+        a, b = (int(d) % len(axes) for d in swapped)
         order[a], order[b] = order[b], order[a]
     else:
         order.reverse()
@@ -147,7 +148,7 @@ def _product(analysis: Analysis, node: Node, operands: list[Any]) -> Axes:
     batch = (*b[:-2], None, None)
     values = [(product, out), (batch, out)]
     if "add" in str(node.target):
-        values.append((operands[0], _tensor(node.args[0])))  # type: ignore[arg-type]
+        values.append((operands[0], _tensor(node.args[0])))
     return _merged(node, values, out)
 
 

@@ -129,7 +129,7 @@ def _plan(
         interpret=interpret,
         score_mod=score_mod,
         mask_mod=mask_mod,
-        sparse_block=tuple(sparse_block),
+        sparse_block=(sparse_block[0], sparse_block[1]),
     )
 
 

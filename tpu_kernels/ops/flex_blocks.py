@@ -153,7 +153,7 @@ class Lists(NamedTuple):
     batched: bool
     headed: bool
 
-    def place(self, batch: Any, head: Any, heads: int, step: Any) -> Any:
+    def place(self, batch: Any, head: Any, heads: Any, step: Any) -> Any:
         """Where a step of a batch and head of the grid lies in the lists."""
         mask = (batch if self.batched else 0) * (heads if self.headed else 1)
         return (mask + (head if self.headed else 0)) * self.length + step

@@ -85,7 +85,8 @@ def call_of(
     Raises:
         TraceError: A mod has no form as a program, or not one that a kernel computes.
     """
-    texts, found = [], []
+    texts: list[str] = []
+    found: list[list[Any]] = []
     for mod, buffers, scored in (
         (score_mod, score_buffers, True),
         (mask_mod, mask_buffers, False),

@@ -114,8 +114,9 @@ class Entry:
         self.number = next(_numbers)
         self.info = info
         self.args, self.kwargs = call.template()
+        tensors: Sequence[Any] = call.tensors  # their sizes are no symbols
         self.inputs = tuple(
-            Geometry(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype) for t in call.tensors
+            Geometry(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype) for t in tensors
         )
         self.written: tuple[int, ...] = ()
         self.outputs: tuple[Geometry | None, ...] = ()

@@ -57,7 +57,7 @@ def placeholder(place: Any, nbytes: int) -> tuple[torch.Tensor, Any]:
         The tensor and its storage.
     """
     tensor = _empty(place.shape, place.dtype)
-    storage = tensor.untyped_storage()
+    storage: Any = tensor.untyped_storage()
     storage._swap_data_ptr_(_storage_on(_region(), _DEVICE, nbytes))
     if tensor.stride() != place.stride:
         _set_storage(CPU_KEYS, tensor, storage, 0, place.shape, place.stride)
@@ -72,4 +72,4 @@ def give_memory(storage: Any, memory: torch.Tensor) -> None:
 def flat_cpu(storage: Any, dtype: torch.dtype) -> torch.Tensor:
     """All elements of a device storage as a CPU tensor that does not keep it alive."""
     memory = _storage_on(address_of(storage), _CPU, storage.nbytes())
-    return torch.empty(0, dtype=dtype, device=_CPU).set_(memory)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=dtype, device=_CPU).set_(memory)

@@ -249,7 +249,8 @@ class _Trace:
             numbers.append(node)
         args = tuple(operators.fill(value, nodes, numbers) for value in entry.args)
         kwargs = {k: operators.fill(v, nodes, numbers) for k, v in entry.kwargs.items()}
-        call = self.graph.call_function(entry.info.functional, args, kwargs)
+        functional: Any = entry.info.functional
+        call = self.graph.call_function(functional, args, kwargs)
         if not entry.info.writes:  # what is computed before a write may have another dtype
             call.meta["val"] = made[0] if entry.form == "one" else tuple(made)
         self.entries[call] = entry
@@ -305,7 +306,7 @@ class _Trace:
         named = bounds.by_name(_compat_torch.schema_of(entry.info.op), args, kwargs)
         flag = None
         for found in bounds.indices(entry.info.op._opname, named):
-            place = next(i for i, meta in enumerate(metas) if meta is found.index)
+            place = next(i for i, meta in enumerate(metas) if meta is found.indices)
             index = values[place]
             bad = (index < found.least) | (index >= found.size)
             if found.ignored is not None:

@@ -75,7 +75,7 @@ class Stream(torch.Stream):
     """
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
-        return super().__new__(cls, device=torch.device("tpu", 0), priority=priority)  # type: ignore[call-arg]
+        return super().__new__(cls, device=torch.device("tpu", 0), priority=priority)
 
     def wait_event(self, event: Any) -> None:
         """Let later work wait for an event, which has always happened."""
