@@ -124,7 +124,9 @@ def capture(
         graph = _trace(wrapper, names, arguments, mutates, where)
         return Capture(graph, chosen, code)
 
-    capture: Capture = in_fresh_thread(work)
+    lock = _compat_helion.compile_lock()
+    with lock:
+        capture: Capture = in_fresh_thread(lock.lent(work))
     return capture
 
 

@@ -125,7 +125,11 @@ class HelionFunction:
         vmem = vmem_bytes or _VMEM
         text = None if config is None else helion_config.to_text(config)
         key = (tuple(map(_key, arguments)), text, interpret, vmem)
-        with self._lock:
+        found = self._captures.get(key)
+        if found is not None:
+            return found
+        # The locks in the order in which Dynamo's thread takes them: it holds the first already.
+        with _compat_helion.compile_lock(), self._lock:
             if key not in self._captures:
                 self._captures[key] = capture(
                     self._variant(interpret),

@@ -7,6 +7,8 @@ release can break only what stands here, and `check` says at once what has moved
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import inspect
 import logging
 import sys
@@ -34,6 +36,9 @@ _COMPACT: Mapping[str, Any] = {
     "ordered_window": 0,
 }
 _COMPACT_KEYWORDS = {"compact_block": "_compact_block"}
+
+# The modules of Helion's that take torch's lock around compilations.
+_LOCKING = ("device_ir", "inductor_lowering", "type_propagation")
 
 
 def is_kernel(value: Any) -> bool:
@@ -206,6 +211,52 @@ def vmem_limit(limit: int | None) -> Iterator[None]:
         launcher._CACHED_VMEM_LIMIT_BYTES = before
 
 
+class CompileLock:
+    """torch's lock around compilations, which its holder can lend to a thread.
+
+    Dynamo holds it while it asks a fake kernel, whose answer Helion has to be asked for in another
+    thread; and Helion takes it for itself.
+
+    Args:
+        real: The lock.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._threads = threading.local()
+
+    def __enter__(self) -> None:
+        if not getattr(self._threads, "borrowed", False):
+            self._real.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if not getattr(self._threads, "borrowed", False):
+            self._real.release()
+
+    def lent(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """A function for another thread, for which the caller holds the lock until it ends."""
+
+        def run() -> Any:
+            self._threads.borrowed = True
+            try:
+                return work()
+            finally:
+                self._threads.borrowed = False
+
+        return run
+
+
+@functools.cache
+def compile_lock() -> CompileLock:
+    """The lock that Helion takes to compile, from now on one that can be lent."""
+    from torch._dynamo.convert_frame import compile_lock as real
+
+    lock = CompileLock(real)
+    for name in _LOCKING:
+        importlib.import_module(f"helion._compiler.{name}").compile_lock = lock  # type: ignore[attr-defined]
+    return lock
+
+
 def describe_cpu_as(device_kind: str) -> None:
     """Let `pltpu.get_tpu_info` answer on a CPU, for the threads of the TPU interpreter.
 
@@ -320,6 +371,9 @@ def moved() -> list[str]:
         missing.append("helion.runtime.pallas.launcher._CACHED_VMEM_LIMIT_BYTES")
     if not hasattr(BoundKernel, "_normalized_config_copy"):
         missing.append("BoundKernel._normalized_config_copy")
+    for name in _LOCKING:
+        if not hasattr(importlib.import_module(f"helion._compiler.{name}"), "compile_lock"):
+            missing.append(f"helion._compiler.{name}.compile_lock")
     if "_key_fn" not in inspect.getsource(helion.Kernel.__init__):
         missing.append("Kernel._key_fn")
     return missing
