@@ -182,6 +182,30 @@ def test_the_result_of_a_clone_is_memory_of_its_own() -> None:
         assert a.tolist() == [1, 2, 3, 4]
 
 
+def test_what_the_device_computes_and_the_cpu_does_not_is_computed_when_recorded() -> None:
+    experts = torch.tensor([0, 2, 2, 3, 1, 2], dtype=torch.int32).to("tpu")
+    for found in thrice(lambda: torch.histc(experts + 0, bins=4, min=0, max=3)):
+        assert found.dtype is torch.int32
+        assert found.tolist() == [1, 1, 3, 1]
+
+
+def test_convolutions_are_recorded_forward_and_backward() -> None:
+    x, w, b = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3), torch.randn(3)
+
+    def gradients(*given: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in given]
+        y = F.conv2d(*leaves, stride=2, padding=1)
+        return y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)
+
+    expected = gradients(x, w, b)
+    on_device = [t.to("tpu") for t in (x, w, b)]
+    before = deferred_stats().fused
+    for found in thrice(lambda: gradients(*on_device)):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-5)
+    assert deferred_stats().fused > before
+
+
 def test_floats_that_change_do_not_recompile() -> None:
     x = torch.ones(4, device="tpu")
     with tpu.set_eager_mode(DEFERRED):

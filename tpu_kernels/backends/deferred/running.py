@@ -21,8 +21,9 @@ from tpu_kernels import _compat_jax, _compat_torch
 from tpu_kernels.backends import bridges
 from tpu_kernels.backends.deferred import operators, programs
 from tpu_kernels.backends.deferred.placeholder import address_of, flat_cpu, give_memory
-from tpu_kernels.backends.device.capsule import wrap
+from tpu_kernels.backends.device.capsule import unwrap, wrap
 from tpu_kernels.backends.device.handlers import CPU_KEYS
+from tpu_kernels.backends.device.integers import INTEGERS
 from tpu_kernels.errors import BoundsError, KernelError
 from tpu_kernels.registry import config_table
 
@@ -313,6 +314,10 @@ def _run(node: Node, bases: dict[int, torch.Tensor]) -> None:
 def _call(info: operators.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if info.kernel is not None:
         return info.kernel.on_cpu(*args, **kwargs)
+    by_hand = INTEGERS.get(info.op.name())
+    if by_hand is not None:  # the device takes what the CPU's kernel does not
+        device = [wrap(value) if isinstance(value, torch.Tensor) else value for value in args]
+        return unwrap(by_hand(*device, **kwargs))
     wrapped = any(
         str(a.type) == "Tensor" and not isinstance(value, torch.Tensor)
         for a, value in zip(_compat_torch.schema_of(info.op).arguments, args, strict=False)

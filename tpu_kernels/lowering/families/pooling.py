@@ -171,7 +171,8 @@ def _avg_pool(
         raise Unlowered("an average of integers")
     window = Window(x.shape, kernel_size, stride, padding, 1, ceil_mode, dims)
     wide = cast(x, torch.float32) if dtype.itemsize < 4 else x
-    total = window.reduce(wide, lax.full((), 0, wide.dtype), lax.add)
+    # A zero that JAX sees while it traces: it knows the transpose of no other sum.
+    total = window.reduce(wide, np.zeros((), wide.dtype), lax.add)
     if divisor_override is not None:
         counts: Any = divisor_override
     else:
