@@ -50,6 +50,8 @@ def fresh_dynamo() -> Iterator[None]:
 
 # Of torch and transformers, about their own deprecated names.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+# Of Dynamo, which hides it where warnings are only shown: it asks a result for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_training_is_that_of_the_cpu(name: str, mode: str) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
