@@ -79,3 +79,11 @@ def test_the_fused_linear_example_trains_and_compiles(tmp_path: Path) -> None:
     printed = run(tmp_path, str(EXAMPLES / "fused_linear.py"))
     assert "The losses agree; the override answered" in printed
     assert "tpu::gated_matmul on v6e: ok" in printed
+
+
+@pytest.mark.libtpu
+def test_the_helion_example_overrides_in_a_block_and_compiles(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(EXAMPLES / "helion_block.py"), "--width", "256")
+    assert "overridden: rms_norm 1 time(s), attention 1 time(s)" in printed
+    assert "helion_block::rms_norm_residual on v6e: ok" in printed
+    assert "helion_block::attention on v6e: ok" in printed
