@@ -192,3 +192,10 @@ def tensors_of(argument: Any) -> list[Any]:
 def is_empty(shape: Sequence[int]) -> bool:
     """Whether a shape holds no element."""
     return math.prod(shape) == 0
+
+
+def map_slot(fn: Callable[[Any], Any], slot: Any) -> Any:
+    """Apply a function to the value, the values, or the absence of values of a result slot."""
+    if slot is None:
+        return None
+    return [fn(s) for s in slot] if isinstance(slot, list) else fn(slot)

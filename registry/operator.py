@@ -23,7 +23,7 @@ from tpu_kernels.errors import ArgumentError, DeviceError, DTypeError
 from tpu_kernels.registry import backend_table, donation, overlap
 from tpu_kernels.registry.engine import Engine
 from tpu_kernels.registry.freshness import Freshness, refreshed
-from tpu_kernels.registry.layout import Layout, fill, flat_names, split, tensors_of
+from tpu_kernels.registry.layout import Layout, fill, flat_names, map_slot, split, tensors_of
 from tpu_kernels.registry.shapes import ShapeRule
 from tpu_kernels.registry.stats import Counters
 
@@ -216,7 +216,7 @@ class Operator:
         def empty(meta: Any) -> torch.Tensor:
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
-        results = [_map_slot(empty, slot) for slot in slots[: len(self.definition.returns)]]
+        results = [map_slot(empty, slot) for slot in slots[: len(self.definition.returns)]]
         return results_of(results)
 
     def _check_sizes(self, device: torch.device, arguments: Sequence[Any]) -> None:
@@ -446,9 +446,3 @@ def results_of(slots: Sequence[Any]) -> Any:
     if not slots:
         return None
     return slots[0] if len(slots) == 1 else tuple(slots)
-
-
-def _map_slot(fn: Callable[[Any], Any], slot: Any) -> Any:
-    if slot is None:
-        return None
-    return [fn(s) for s in slot] if isinstance(slot, list) else fn(slot)

@@ -20,7 +20,7 @@ from tpu_kernels.errors import DeviceError
 
 _RESERVED = 1 << 40  # addresses, not memory
 _CPU = torch.device("cpu")
-_DEVICE = torch.device("tpu", 0)
+_DEVICE = torch.device("privateuseone", 0)  # "tpu", whose name torch may not have been told yet
 
 _storage_on = compat.storage_on_memory
 _empty = compat.tensor_without_memory
