@@ -316,7 +316,9 @@ def _call(info: operators.Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return info.kernel.on_cpu(*args, **kwargs)
     by_hand = INTEGERS.get(info.op.name())
     if by_hand is not None:  # the device takes what the CPU's kernel does not
-        device: list[Any] = [wrap(value) if isinstance(value, torch.Tensor) else value for value in args]
+        device: list[Any] = [
+            wrap(value) if isinstance(value, torch.Tensor) else value for value in args
+        ]
         return unwrap(by_hand(*device, **kwargs))
     wrapped = any(
         str(a.type) == "Tensor" and not isinstance(value, torch.Tensor)
