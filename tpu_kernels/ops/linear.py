@@ -6,17 +6,15 @@ are not.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tpu_kernels.ops.matmul import bmm, gated_matmul, matmul
 from tpu_kernels.registry.numerics.mxu import jax_precision
 from tpu_kernels.registry.overrides import override
-from tpu_kernels.registry.overrides.handle import Override
+from tpu_kernels.registry.overrides.group import OverrideGroup
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -258,58 +256,8 @@ def _suits_linear(everything: bool) -> Callable[..., bool | str]:
     return when
 
 
-class MatmulOverrides:
-    """The overrides that `use_matmul` makes, as one: a context manager and a switch.
-
-    Args:
-        members: The overrides, by the name of their operator.
-    """
-
-    def __init__(self, members: Mapping[str, Override]) -> None:
-        self.members = dict(members)
-        self._stacks: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for member in self.members.values():
-                stack.enter_context(member)
-            self._stacks.append(stack.pop_all())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stacks.pop().__exit__(kind, error, trace)
-
-    def enable(self) -> Self:
-        """Put the overrides in force for every thread until `disable`; returns itself."""
-        for member in self.members.values():
-            member.enable()
-        return self
-
-    def disable(self) -> None:
-        """Undo `enable`."""
-        for member in self.members.values():
-            member.disable()
-
-    def remove(self) -> None:
-        """End the overrides everywhere."""
-        for member in self.members.values():
-            member.remove()
-
-    @property
-    def hits(self) -> int:
-        """Calls that the kernels answered."""
-        return sum(member.hits for member in self.members.values())
-
-    @property
-    def last_decline(self) -> str | None:
-        """Why a call was last left to torch."""
-        reasons = [m.last_decline for m in self.members.values() if m.last_decline]
-        return reasons[0] if reasons else None
+class MatmulOverrides(OverrideGroup):
+    """The overrides that `use_matmul` makes, as one: a context manager and a switch."""
 
 
 def use_matmul(*, plain: bool = False, device: str = "tpu", priority: int = 0) -> MatmulOverrides:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from tpu_kernels.errors import ArgumentError
 from tpu_kernels.ops.attention import attention, attention_backward
 from tpu_kernels.registry.overrides import override
-from tpu_kernels.registry.overrides.handle import Override
+from tpu_kernels.registry.overrides.group import OverrideGroup
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SEEDS = 2**31 - 1
@@ -233,58 +231,13 @@ def _suits_backward(
     return suits(query, key, value, attn_bias, enable_gqa=True)
 
 
-class AttentionOverrides:
-    """The overrides that `use_attention` makes, as one: a context manager and a switch.
-
-    Args:
-        members: The overrides, by the name of their operator.
-    """
-
-    def __init__(self, members: dict[str, Override]) -> None:
-        self.members = members
-        self._stacks: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for member in self.members.values():
-                stack.enter_context(member)
-            self._stacks.append(stack.pop_all())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stacks.pop().__exit__(kind, error, trace)
-
-    def enable(self) -> Self:
-        """Put the overrides in force for every thread until `disable`; returns itself."""
-        for member in self.members.values():
-            member.enable()
-        return self
-
-    def disable(self) -> None:
-        """Undo `enable`."""
-        for member in self.members.values():
-            member.disable()
-
-    def remove(self) -> None:
-        """End the overrides everywhere."""
-        for member in self.members.values():
-            member.remove()
+class AttentionOverrides(OverrideGroup):
+    """The overrides that `use_attention` makes, as one: a context manager and a switch."""
 
     @property
     def hits(self) -> int:
         """Calls that `tpu::attention` answered, backward operators of ATen not counted."""
         return sum(m.hits for name, m in self.members.items() if "backward" not in name)
-
-    @property
-    def last_decline(self) -> str | None:
-        """Why a call was last left to torch."""
-        reasons = [m.last_decline for m in self.members.values() if m.last_decline]
-        return reasons[0] if reasons else None
 
 
 def use_attention(*, device: str = "tpu", priority: int = 0) -> AttentionOverrides:
